@@ -198,12 +198,13 @@ class History:
             return history
         folder = trainer.options.checkpoint
         there = fc.checkpoint.steps(folder) if folder is not None else []
-        if there and not trainer.options.resume:
+        resume = trainer.options.resume or job.generation > 1  # too much was lost for the memory
+        if there and not resume:
             raise fc.ArgumentError(
                 f"{folder} has checkpoints up to step {there[-1]}: go on from there with --resume, "
                 "or choose another folder"
             )
-        if folder is not None and trainer.options.resume:
+        if folder is not None and resume:
             try:
                 loaded = fc.checkpoint.load(folder, trainer.engine, trainer.backend)
             except fc.CheckpointNotFoundError:

@@ -1,7 +1,7 @@
 """Collective communication with pluggable transports, and fully sharded training.
 
 ``launch`` starts ranks that each get a ``Backend``; collectives are functions of an array and a
-backend; ``FSDP`` shards a model over one. README.md shows all three.
+backend; ``FSDP`` shards a model over one. README.md shows them; docs/ has a page for each.
 """
 
 from importlib import import_module as _import_module

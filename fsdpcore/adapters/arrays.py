@@ -50,8 +50,15 @@ def from_numpy(array: Array, xp: Any) -> Any:
         xp: the library's module: ``torch``, ``jax.numpy``, ``array_api_strict``, or another one
             with ``from_dlpack`` or ``asarray``.
 
+    Returns:
+        The array of that library.
+
     Raises:
         ArgumentError: it is no NumPy array, or the library has no such arrays.
+
+    Example::
+
+        t = arrays.from_numpy(np.ones(3), torch)
     """
     if not isinstance(array, np.ndarray):
         raise ArgumentError(
@@ -108,8 +115,20 @@ def to_numpy(array: Any) -> Array:
 
     It shares memory where the array is in that of the host, and is a copy of one on a GPU.
 
+    Args:
+        array: of any library with DLPack or the buffer protocol.
+
+    Returns:
+        The array of NumPy.
+
     Raises:
         ArgumentError: it is no array, or cannot be taken over.
+
+    Example::
+
+        from fsdpcore.adapters import arrays
+
+        x = arrays.to_numpy(torch.ones(3))
     """
     if is_foreign(array):
         array = detached(array)
@@ -132,8 +151,15 @@ def function(
             and gradients are nested like the tree that the engine was made of, if it was.
         xp: as of ``from_numpy``.
 
+    Returns:
+        A function for ``fc.train_step``.
+
     Raises:
         ArgumentError: the first is no function, or the second no such module.
+
+    Example::
+
+        loss = fc.train_step(engine, arrays.function(loss_and_grads, torch), x, y)
     """
     as_callable(loss_and_grads, "arrays.function(loss_and_grads, xp)", "params, *batch")
     _check_library(xp, "arrays.function(loss_and_grads, xp)")

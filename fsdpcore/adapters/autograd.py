@@ -153,6 +153,12 @@ def loss_and_grads(
     Raises:
         ArgumentError: ``loss_fn`` cannot be called.
         MissingDependencyError: autograd is not installed.
+
+    Example::
+
+        from fsdpcore.adapters import autograd
+
+        loss = fc.train_step(engine, autograd.loss_and_grads(loss_fn), x, y)
     """
     check_installed()
     as_callable(loss_fn, "loss_and_grads(loss_fn)", "params, *batch")

@@ -52,6 +52,14 @@ def train_step(
         ArgumentError: arguments in another order; or the function has returned something else, or
             gradients that do not fit: before anything was reduced.
         NonFiniteGradientError, MismatchError, StateError: as ``Step.update``.
+
+    Example::
+
+        def loss_and_grads(params, x, y):
+            error = x @ params["out"]["w"] - y
+            return float((error**2).mean()), {"out": {"w": 2 * x.T @ error / len(x)}}
+
+        loss = fc.train_step(engine, loss_and_grads, x, y, clip=1.0)
     """
     call = "train_step(engine, loss_and_grads, *batch)"
     if not isinstance(engine, FSDP):

@@ -87,9 +87,18 @@ def layer(
             strategy.
         jit: compile. False runs the function operation by operation, to debug it.
 
+    Returns:
+        The layer, for a ``LayerStack``.
+
     Raises:
         ArgumentError: ``function`` or ``init`` is of another kind.
         MissingDependencyError: JAX is not installed.
+
+    Example::
+
+        from fsdpcore.adapters import jax as jax_adapter
+
+        dense = jax_adapter.layer(lambda p, x: x @ p["w"], {"w": w})
     """
     return JaxLayer(function, init, recompute, jit)
 
@@ -242,6 +251,10 @@ def fold_in(key: Any, *numbers: int) -> Any:
     Raises:
         ArgumentError: that is no key, or a number is not an integer in [0, 2**32).
         MissingDependencyError: JAX is not installed.
+
+    Example::
+
+        key = jax_adapter.fold_in(jax.random.key(0), engine.steps, backend.rank)
     """
     jax = import_jax()
     what = "fold_in(key, *numbers): a number"

@@ -211,6 +211,15 @@ class LayerStack:
 
     Raises:
         ArgumentError: these are no such pairs, or a name occurs twice.
+
+    Example::
+
+        stack = fc.LayerStack([("first", Dense()), ("second", Dense())])
+        engine = fc.FSDP(stack.units(np.random.default_rng(0)), backend, optimizer=fc.optim.AdamW())
+        with engine.step() as step:
+            y, saved = stack.forward(step, x)
+            stack.backward(step, saved, loss_gradient(y))
+            step.update()
     """
 
     def __init__(self, layers: Sequence[tuple[str, Layer]]) -> None:

@@ -23,6 +23,10 @@ def dump_trace(backend: Backend, directory: str | Path) -> Path:
 
     Raises:
         ArgumentError: it cannot be written.
+
+    Example::
+
+        fc.dump_trace(backend, "traces")  # on every rank; then: fsdpcore trace traces
     """
     path = Path(directory) / file_name(backend.root.rank)
     try:

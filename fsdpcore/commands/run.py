@@ -50,7 +50,8 @@ def run(
             "-n",
             "--ranks",
             metavar="N",
-            help="Number of ranks, on all hosts together; with --elastic also MIN:MAX.",
+            help="Number of ranks, on all hosts together; with --elastic also MIN:MAX, which "
+            "begins with MAX, or with --per-node.",
         ),
     ] = None,
     transport: Annotated[

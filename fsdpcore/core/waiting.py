@@ -27,6 +27,9 @@ def wait_all(works: Iterable[Work], timeout: float | None = None) -> list[Any]:
         works: what ``isend``, ``irecv`` and collectives with ``async_op=True`` return.
         timeout: seconds for all of them together; by default as long as each may take by itself.
 
+    Returns:
+        Their results, in the order of ``works``.
+
     Raises:
         ArgumentError: one of them is no ``Work``.
         CommTimeoutError: the time is over; the operations go on and can be waited for again.
@@ -52,6 +55,9 @@ def wait_any(works: Iterable[Work], timeout: float | None = None) -> int:
     Args:
         works: as of ``wait_all``, at least one.
         timeout: seconds; by default as long as any of them may take by itself.
+
+    Returns:
+        The place in ``works`` of one that has ended.
 
     Raises:
         ArgumentError: there is none, or one of them is no ``Work``.

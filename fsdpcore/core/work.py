@@ -169,7 +169,14 @@ class Pending:
 
 
 class Work(ABC):
-    """An operation that was started; ``wait`` ends it."""
+    """An operation that was started; ``wait`` ends it.
+
+    Example::
+
+        work = fc.all_reduce(x, backend, async_op=True)
+        y = compute()                           # meanwhile; x must not change
+        total = work.wait()
+    """
 
     _clock: Clock = WALL  # by which it is waited for
 

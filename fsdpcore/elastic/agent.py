@@ -122,6 +122,7 @@ class Agent:
         self._generation: Generation | None = None
         self._failures: list[_Failure] = []  # since the last generation began
         self._finished = False
+        self._warned = False  # of a secret that does not fit
         self._stopped: str | None = None  # why the member gave up
         self._leaving = 0  # the signal that asked for it
         self._interrupted = 0
@@ -168,7 +169,14 @@ class Agent:
         if now >= self._member.next_tick():
             self._member.tick(now)
         self._carry_out()
+        self._warn_of_strangers()
         self._seats.kill_late(now)
+
+    def _warn_of_strangers(self) -> None:
+        """Say once why nobody answers: a user should not have to wait for the end to know it."""
+        if self._generation is None and not self._warned and (refused := self._links.refused()):
+            self._warned = True
+            self._say(f"{', '.join(sorted(refused))}: {_STRANGE}; this host goes on asking")
 
     def _carry_out(self) -> None:
         """Do what the member has decided, and send what it has to say."""

@@ -97,6 +97,8 @@ def run_host(
                 f"other hosts join this job with --elastic --join {links.address} and the same -n "
                 f"{share.minimum}:{share.maximum}{_HOW_TO_SHARE if share.drawn else ''}"
             )
+        else:
+            say(f"asks the job at {', '.join(share.join)} to be taken along at its next commit")
         listener = stack.enter_context(listen(parse_address(links.address)[0]))
         names = dict[int, str]()
         output = make_output(

@@ -47,7 +47,8 @@ class Job:
         backend: all ranks of this generation.
         rank, world_size: of the backend.
         generation: its number, from 1. Where no agent has started the ranks, there is only one.
-        reason: why it has begun: "rank 2 on 10.0.0.3 was lost"; empty for the first.
+        reason: why it has begun, in words: "the job begins", "rank 2 on 10.0.0.3 has ended".
+            Empty where no agent has started the ranks.
         commits: how many commits the state is behind that this rank has: 0, or what ``restore`` has
             loaded, and one more with each ``commit``.
         state: what ``restore`` has returned, and ``commit`` keeps.
@@ -188,9 +189,12 @@ class Job:
         again with the ranks that there are then.
 
         Raises:
+            StateError: ``restore`` was not called, so that there is no state to keep.
             ArgumentError, MismatchError: the state makes no sense, or ranks differ in it.
             CommunicationError: a rank is gone.
         """
+        if not self._restored:
+            raise StateError("commit() has no state to keep; call restore(state) first")
         seconds = self._computed()
         self.commits += 1
         seat, versions = self._seat, self._versions
@@ -222,7 +226,7 @@ class Job:
     def _keep(self, versions: Versions, complete: int) -> None:
         """Make a version, if it is time for one."""
         due = self.commits - self._kept >= self._every
-        if due and self._restored and self.world_size > 1 and complete == versions.made:
+        if due and self.world_size > 1 and complete == versions.made:
             versions.make(self.state, self.commits)
             self._kept = self.commits
 
@@ -230,12 +234,11 @@ class Job:
         self, seat: Seat, versions: Versions, complete: int, leaving: Collection[int]
     ) -> None:
         """See to it that those who stay have all of the state, and unwind the program."""
-        if self._restored:
-            if complete != versions.made:
-                versions.wait()
-                self.backend.barrier(DISK_TIMEOUT)
-            versions.make(self.state, self.commits, leaving)
+        if complete != versions.made:
             versions.wait()
+            self.backend.barrier(DISK_TIMEOUT)
+        versions.make(self.state, self.commits, leaving)
+        versions.wait()
         self.backend.barrier(DISK_TIMEOUT)
         seat.release()
         leaves = self.rank in leaving  # whatever it was asked since: others have gone by this

@@ -78,7 +78,8 @@ class ElasticThreads:
     """An elastic job of threads; ``launch`` makes it.
 
     Attributes:
-        generation: the newest one; None before the first.
+        generation: the newest one, with its ``number``, its ``reason``, and its ``seats`` in the
+            order of the ranks. None if not even the first has begun.
     """
 
     def __init__(
@@ -91,10 +92,12 @@ class ElasticThreads:
         self._lock = threading.RLock()
         self._ranks: dict[int, _Rank] = {}
         self._stopped = ""
+        self._begun = threading.Event()  # there is a generation, or there will be none
         member.found(1, time.monotonic())
         self.add(first)
         self._thread = threading.Thread(target=self._serve, name="fsdpcore-elastic", daemon=True)
         self._thread.start()
+        self._begun.wait()
 
     # What a user does.
 
@@ -189,6 +192,7 @@ class ElasticThreads:
                 while events := self._member.take_events():
                     for event in events:
                         self._handle(event)
+        self._begun.set()
 
     def _heard(self, number: int, rank: _Rank, message: Message) -> None:
         member, now, kind = self._member, time.monotonic(), message["kind"]
@@ -217,6 +221,7 @@ class ElasticThreads:
         there = {n: rank for n, rank in self._ranks.items() if not (rank.ended or rank.killed)}
         if isinstance(event, Install):
             self.generation = event.generation
+            self._begun.set()
             for number, rank in there.items():
                 rank.rank = event.ranks.get(number)
                 if rank.rank is not None:
@@ -268,7 +273,8 @@ def launch(
         **options: as of ``fc.launch``.
 
     Returns:
-        The job, which runs: ``add(n)``, ``kill(rank)``, ``leave(rank)``, ``wait()``.
+        The job, whose first generation has begun: ``add(n)``, ``kill(rank)``, ``leave(rank)``,
+        ``wait()``.
 
     Raises:
         ConfigError: an option is wrong, or ranks of the transport are processes; those are started

@@ -416,9 +416,10 @@ class Member:
         if not following.seats and not pending:
             self._stop(f"no ranks are left: {following.reason}")
         elif late and len(following.seats) < self._minimum:
+            left = len(following.seats)
             self._stop(
-                f"{len(following.seats)} ranks are left, and the job needs {self._minimum}: "
-                f"{following.reason}"
+                f"{left} {'rank is' if left == 1 else 'ranks are'} left, and the job needs "
+                f"{self._minimum}: {following.reason}"
             )
         elif late:
             self._stop(undecided(view, self._patience, self._witness), goes_on=True)

@@ -70,6 +70,7 @@ def run(
         @fc.elastic.run(checkpoints="ckpt")
         def train(job, steps):
             engine = fc.FSDP(units, job.backend, virtual_ranks=8)
+            stream = fc.data.Stream((x, y), 64, leaves=8)
             job.restore({"model": engine, "data": stream})
             for step in range(job.commits, steps):
                 with engine.step() as s:
@@ -77,6 +78,9 @@ def run(
                 job.commit()
 
         train(1000)
+
+    With ``virtual_ranks`` the results have the same bits whatever ranks there were. A part of the
+    state is in the memory of two ranks; for when both are lost, save checkpoints, too.
 
     Started in any other way (``fsdpcore run``, ``mpirun``, ``torchrun``, alone), the same script is
     a job whose ranks stay the same; a lost rank ends it. So it is where the function is called

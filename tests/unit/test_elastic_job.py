@@ -264,6 +264,7 @@ def test_who_is_slow_is_named() -> None:
     def program(job: fc.elastic.Job) -> int:
         units = [fc.Unit(f"u{n}", {"w": np.zeros(2000, np.float32)}) for n in range(3)]
         engine = fc.FSDP(units, job.backend, optimizer=fc.optim.SGD(lr=0.1))
+        job.restore({"model": engine})
         slowest = []
         for _ in range(6):
             with engine.step() as step:

@@ -109,11 +109,18 @@ def diff(
         threads: that read.
         progress: called with the bytes that are compared and those in all, of one of the two.
 
+    Returns:
+        In what they differ: arrays that only one has, and those whose bits differ.
+
     Raises:
         ArgumentError: something makes no sense, or a pattern fits no name of either.
         CheckpointNotFoundError: there is no such checkpoint.
         CorruptCheckpointError: it is damaged.
         CheckpointError: it could not be read, or has arrays of which elements were not saved.
+
+    Example::
+
+        print(fc.checkpoint.diff("run", "other", names="*.weight"))
     """
     patterns = checked_patterns(names)
     with ExitStack() as stack:

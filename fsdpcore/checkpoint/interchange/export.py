@@ -93,12 +93,19 @@ def export_safetensors(
         threads: that read.
         progress: called with the bytes that are written and those in all.
 
+    Returns:
+        The files that were written, and what is in them.
+
     Raises:
         ArgumentError: something makes no sense, the target is there, or safetensors does not have
             the dtype of an array. Nothing was written.
         CheckpointNotFoundError: there is no such checkpoint.
         CorruptCheckpointError: it is damaged.
         CheckpointError: it could not be read or written.
+
+    Example::
+
+        fc.checkpoint.export_safetensors("run", "model.safetensors", dtype="float16")
     """
     about = dict(_ABOUT if metadata is None else metadata)
     goal = Path(target).absolute()

@@ -59,11 +59,18 @@ def import_safetensors(
         overwrite: replace the step if there is one.
         progress: called with the bytes that are written and those in all.
 
+    Returns:
+        The checkpoint that was written.
+
     Raises:
         ArgumentError: something makes no sense, there is no such file, a dtype that NumPy does
             not have, or the step is there.
         CorruptCheckpointError: a file is no valid safetensors file, or the index does not fit.
         CheckpointError: something could not be read or written. ``path`` is as it was.
+
+    Example::
+
+        fc.checkpoint.import_safetensors("model.safetensors", "run")
     """
     choice = Selection(
         names, rename=rename, strip_prefix=strip_prefix, add_prefix=add_prefix, dtype=dtype
@@ -96,8 +103,12 @@ def import_dcp(
     Args:
         source: a folder with ``.metadata`` and ``.distcp`` files, which PyTorch's
             ``torch.distributed.checkpoint`` writes. No object in there is unpickled.
-        path, step, world_size, max_file_size, names, rename, strip_prefix, add_prefix, dtype,
-            extra, overwrite, progress: as of ``import_safetensors``.
+        path, step, extra, overwrite, progress: as of ``import_safetensors``.
+        world_size, max_file_size: as of ``import_safetensors``.
+        names, rename, strip_prefix, add_prefix, dtype: as of ``import_safetensors``.
+
+    Returns:
+        The checkpoint that was written.
 
     Raises:
         ArgumentError: something makes no sense, there is no such checkpoint, a tensor has a dtype
@@ -105,6 +116,10 @@ def import_dcp(
         CorruptCheckpointError: its files make no sense, or do not fit.
         CheckpointError: something could not be read or written, or was not saved in full. ``path``
             is as it was.
+
+    Example::
+
+        fc.checkpoint.import_dcp("folder", "run", strip_prefix="model.")
     """
     choice = Selection(
         names, rename=rename, strip_prefix=strip_prefix, add_prefix=add_prefix, dtype=dtype

@@ -60,12 +60,19 @@ def rewrite(
         threads: that read.
         progress: called with the bytes that are written and those in all.
 
+    Returns:
+        The checkpoint that was written.
+
     Raises:
         ArgumentError: something makes no sense, the step is in ``target``, or arrays do not have
             the axis that they are to be cut along.
         CheckpointNotFoundError: there is no such checkpoint.
         CorruptCheckpointError: it is damaged. ``target`` is as it was.
         CheckpointError: it could not be read or written; likewise.
+
+    Example::
+
+        fc.checkpoint.rewrite("run", "copy", 4, axis={"*.weight": 1})
     """
     ranks = as_int(world_size, "world_size", minimum=1)
     storage = open_storage(target)

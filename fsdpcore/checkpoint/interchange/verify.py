@@ -86,6 +86,10 @@ def verify(
         ArgumentError: ``step`` is none, or contradicts the path.
         CheckpointNotFoundError: there is no such checkpoint.
         CheckpointError: the folder could not be read.
+
+    Example::
+
+        print(fc.checkpoint.verify("run").problems)
     """
     storage, which = chosen_step(path, step)
     count = usual_threads() if threads is None else as_int(threads, "threads", minimum=1)

@@ -97,6 +97,10 @@ def reshard(
     Raises:
         ArgumentError: another number of ranks saved it, or ``new_rank`` does not exist.
         CheckpointError: as ``load_distributed``, with all kinds of it.
+
+    Example::
+
+        mine = fc.checkpoint.reshard("run/step_00000030", 4, 3, new_rank=0)
     """
     storage, directory = open_folder(path)
     old = as_int(old_world_size, "old_world_size", minimum=1)

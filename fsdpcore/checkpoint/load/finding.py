@@ -123,6 +123,10 @@ def latest(path: StoragePath) -> Latest:
         CorruptCheckpointError: there are some, but all are damaged.
         CheckpointError: a directory that may be the newest valid one could not be read.
         OSError: the folder could not be read.
+
+    Example::
+
+        print(fc.checkpoint.latest("run").step)
     """
     storage, which = chosen_step(path, None)
     found, skipped = find(storage, which)

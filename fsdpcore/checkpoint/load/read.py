@@ -54,6 +54,10 @@ def read(
         CorruptCheckpointError: none is valid, or not that one.
         CheckpointError: it could not be read, or one that may be newer; or it does not have all
             elements of an array.
+
+    Example::
+
+        arrays = fc.checkpoint.read("run", "block0.*")
     """
     storage, which = chosen_step(path, step)
     patterns = checked_patterns(names)

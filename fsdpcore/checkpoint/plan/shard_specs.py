@@ -275,8 +275,17 @@ def flat_shard_metadata(
         world_size: number of ranks.
         step: see ``ShardMetadata``, as for ``save_id`` and ``extra``.
 
+    Returns:
+        What every rank has, for ``save_distributed`` and ``load_distributed``.
+
     Raises:
         ArgumentError: names, shapes or dtypes are none that can be stored, or as ``ShardMetadata``.
+
+    Example::
+
+        meta = fc.checkpoint.flat_shard_metadata(
+            {"w": (10, 6)}, {"w": np.float32}, 2, step=30, save_id="run7-30-1"
+        )
     """
     world_size = as_int(world_size, "world_size", minimum=1)
     if not isinstance(shapes, Mapping):

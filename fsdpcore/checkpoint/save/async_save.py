@@ -46,6 +46,13 @@ class AsyncCheckpointer(BackgroundSaves[Saved]):
 
     Raises:
         ArgumentError: an argument makes no sense.
+
+    Example::
+
+        with fc.checkpoint.AsyncCheckpointer("run", backend) as saver:
+            for batch in batches:
+                train(engine, batch)
+                saver.save(engine)
     """
 
     def __init__(

@@ -34,9 +34,16 @@ def clean(path: StoragePath, *, force: bool = False) -> Cleaned:
         path: a folder of steps.
         force: nobody is saving there; needed where there are no locks.
 
+    Returns:
+        What was removed.
+
     Raises:
         ArgumentError: there are no locks, and ``force`` is not given.
         CheckpointError: the folder could not be read.
+
+    Example::
+
+        fc.checkpoint.clean("run")
     """
     storage = open_storage(path)
     if not (storage.locks or force):

@@ -29,6 +29,10 @@ class Retention:
 
     Raises:
         ArgumentError: no rule at all, or one that makes no sense.
+
+    Example::
+
+        keep = fc.checkpoint.Retention(last=3, best=2, metric="loss", every=1000)
     """
 
     last: int | None = None

@@ -297,8 +297,16 @@ def steps(path: StoragePath) -> list[int]:
 
     The markers in the folder ``path`` are read, nothing else: ``latest`` looks closer.
 
+    Args:
+        path: a folder of steps; one that is not there has none.
+
     Raises:
         OSError: the folder could not be read.
+
+    Example::
+
+        if fc.checkpoint.steps("run"):
+            fc.checkpoint.load("run", engine, backend)
     """
     return sorted(name.step for name in committed(open_storage(path)))
 

@@ -62,6 +62,10 @@ def all_reduce_many(
 
     Raises:
         The errors of ``all_reduce``; ``ArgumentError`` before anything was sent.
+
+    Example::
+
+        weights, bias = fc.all_reduce_many([weights, bias], backend, op="mean")
     """
     check_backend(backend)
     operands = [operand(array, backend) for array in _listed(arrays, "arrays")]

@@ -74,6 +74,9 @@ def coalesce(
         async_op: leave the block without waiting; ``wait()`` for the calls' works instead.
         label: what the batch is for; compared between the ranks and named in errors.
 
+    Returns:
+        The batch, to be used in a ``with`` statement.
+
     Raises:
         MismatchError: at the end of the block: the ranks' batches differ; names the first call
             in which they do.

@@ -91,6 +91,10 @@ class BoxShard:
 
     Raises:
         ArgumentError: the box does not lie in the array.
+
+    Example::
+
+        part = fc.BoxShard((6, 2), (3, 0), np.zeros((3, 2)))  # rows 3, 4 and 5 of six
     """
 
     shape: tuple[int, ...]

@@ -37,6 +37,10 @@ class Offload:
 
     Raises:
         ConfigError: something of this makes no sense.
+
+    Example::
+
+        fc.FSDP(units, backend, offload=fc.Offload("/fast/disk"), window=False)
     """
 
     directory: str | os.PathLike[str] | None = None

@@ -125,11 +125,19 @@ def memory_estimate(
         offload: what is moved from the device to the host's memory, or from there to files:
             "none", "parameters", or "all", which is parameters, shards of gradients, and the
             optimizer's state.
-        strategy, precision, optimizer_states, prefetch, prefetch_bytes, overlap, microbatches,
-        sync, windowed, rank, virtual_ranks: as of ``make_plan``.
+        strategy, precision, optimizer_states, sync, microbatches: as of ``make_plan``.
+        prefetch, prefetch_bytes, overlap, windowed, rank, virtual_ranks: as of ``make_plan``.
+
+    Returns:
+        The bytes of a rank, by what they are for; ``print(estimate)`` shows them.
 
     Raises:
         ArgumentError: something of this makes no sense.
+
+    Example::
+
+        estimate = fc.memory_estimate(7e9, world_size=64, layers=32)
+        print(estimate.total)
     """
     units = _units(params, layers)
     as_choice(offload, OFFLOADS, "offload")

@@ -80,8 +80,17 @@ def make_plan(
         virtual_ranks: as of ``FSDP``; all passes are those of each of them then, and gradients are
             reduced once.
 
+    Returns:
+        What the step gathers, reduces, holds and sends, in order; ``print(plan)`` shows it.
+
     Raises:
         ArgumentError: something of this makes no sense.
+
+    Example::
+
+        units = [fc.UnitSize(f"layer{i}", 1_000_000) for i in range(8)]
+        plan = fc.make_plan(units, world_size=16, strategy="shard_grad_op")
+        print(plan)
     """
     sizes = sizes_of(units)
     if isinstance(strategy, str):

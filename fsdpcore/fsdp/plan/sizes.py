@@ -38,6 +38,10 @@ class UnitSize:
 
     Raises:
         ArgumentError: a size below 0, or a dtype that is none.
+
+    Example::
+
+        fc.make_plan([fc.UnitSize("layer", 1_000_000)], world_size=8)
     """
 
     name: str

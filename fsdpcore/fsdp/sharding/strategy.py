@@ -53,8 +53,9 @@ class Strategy:
                                                              gradients reduce-scattered
     ``shard_optimizer``  replicated  replicated  sharded     gathered after an update,
                                                              gradients all-reduced
-    ``hybrid_shard``     sharded in groups of ranks,         as ``full_shard`` in a group; shards of
-                         replicated over the groups          gradients all-reduced over the groups
+    ``hybrid_shard``     sharded in  sharded in  sharded in  as ``full_shard`` in a group of ranks;
+                         a group     a group     a group     shards of gradients are all-reduced
+                                                             over the groups
     ``no_shard``         replicated  replicated  replicated  gradients all-reduced
     ===================  ==========  ==========  ==========  =======================================
 
@@ -70,6 +71,10 @@ class Strategy:
 
     Raises:
         ArgumentError: a name, or an option for it, that does not exist.
+
+    Example::
+
+        fc.FSDP(units, backend, strategy=fc.Strategy("hybrid_shard", shard_group_size=8))
     """
 
     name: str = "full_shard"

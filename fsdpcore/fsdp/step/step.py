@@ -81,6 +81,15 @@ class Step(GradientVerbs):
         training: whether there is a backward pass.
         skipped: the update was left out, because gradients were inf or nan.
         tokens: that this rank goes through, or whatever else is counted; None if nobody says.
+
+    Example::
+
+        with engine.step() as step:
+            with step.forward("out") as params:
+                error = x @ params["w"] - y
+            with step.backward("out") as (params, grads):
+                grads["w"] = x.T @ error
+            step.update(clip=1.0)
     """
 
     def __init__(
@@ -207,6 +216,15 @@ class Step(GradientVerbs):
             unit: of this engine.
             recompute: this pass only makes anew what an earlier one has not kept; no backward pass
                 of its own belongs to it.
+
+        Raises:
+            StateError: another block is in the way.
+            ArgumentError: this engine has no such unit.
+
+        Example::
+
+            with step.forward("out") as params:
+                y = h @ params["w"]
         """
         return self._forward(self._model[unit], recompute)
 
@@ -244,6 +262,19 @@ class Step(GradientVerbs):
 
         At the end of the body the gradients are summed over the ranks and divided, in the
         background if the engine's ``prefetch`` says so; inside ``no_sync`` they are kept.
+
+        Args:
+            unit: the unit, or its name. Its forward pass of this step is over.
+
+        Raises:
+            StateError: there was no such forward pass, or another block is in the way.
+            ArgumentError: no such unit, or a gradient that does not fit; before
+                anything was reduced.
+
+        Example::
+
+            with step.backward("out") as (params, grads):
+                grads["w"] = h.T @ dy                     # or: np.matmul(h.T, dy, out=grads["w"])
         """
         return self._backward(self._model[unit])
 

@@ -221,17 +221,52 @@ ones = Ones()
 
 
 def constant(value: float) -> Constant:
-    """Every element is ``value``; see ``Constant``."""
+    """Every element is ``value``; see ``Constant``.
+
+    Args:
+        value: of every element.
+
+    Returns:
+        The initializer, for ``Spec``.
+
+    Example::
+
+        fc.Spec(512, init=fc.initializers.constant(0.5))
+    """
     return Constant(value)
 
 
 def normal(mean: float = 0.0, std: float = 1.0) -> Normal:
-    """Independent normal draws of that ``mean`` and standard deviation ``std``; see ``Normal``."""
+    """Independent normal draws of that ``mean`` and standard deviation ``std``; see ``Normal``.
+
+    Args:
+        std: the standard deviation.
+        mean: their mean.
+
+    Returns:
+        The initializer, for ``Spec``.
+
+    Example::
+
+        fc.Spec((512, 512), init=fc.initializers.normal(std=0.02))
+    """
     return Normal(mean, std)
 
 
 def uniform(low: float = 0.0, high: float = 1.0) -> Uniform:
-    """Independent uniform draws over ``[low, high)``; see ``Uniform``."""
+    """Independent uniform draws over ``[low, high)``; see ``Uniform``.
+
+    Args:
+        low: the smallest value.
+        high: none is as large as this.
+
+    Returns:
+        The initializer, for ``Spec``.
+
+    Example::
+
+        fc.Spec((512, 512), init=fc.initializers.uniform(-0.1, 0.1))
+    """
     return Uniform(low, high)
 
 

@@ -34,6 +34,10 @@ class Prefetch:
 
     Raises:
         ArgumentError: a number that makes no sense.
+
+    Example::
+
+        fc.FSDP(units, backend, prefetch=fc.Prefetch(units=2, max_bytes=1 << 30))
     """
 
     units: int = 1

@@ -33,6 +33,10 @@ class LossScale:
         maximum: nor rises above this.
 
     (Micikevicius et al., "Mixed precision training", ICLR 2018.)
+
+    Example::
+
+        fc.Precision(np.float16, loss_scale=fc.LossScale(initial=2.0**12))
     """
 
     initial: float = 65536.0
@@ -102,6 +106,10 @@ class Precision:
 
     Raises:
         ArgumentError: a dtype that is not floating, or a scale that makes no sense.
+
+    Example::
+
+        fc.FSDP(units, backend, precision=fc.Precision(ml_dtypes.bfloat16, np.float32))
     """
 
     param_dtype: DTypeLike | None = None

@@ -21,6 +21,10 @@ class Tied:
     Args:
         unit: name of the owner.
         param: its name there.
+
+    Example::
+
+        fc.Unit("head", {"w": fc.Tied("embed", "w")})
     """
 
     unit: str

@@ -58,6 +58,10 @@ class Unit(UnitDeclaration):
 
     Raises:
         ArgumentError: what is given is no such mapping, or fits together badly.
+
+    Example::
+
+        hidden = fc.Unit("hidden", {"w": w, "b": b}, frozen="b")
     """
 
     def __init__(
