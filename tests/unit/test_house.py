@@ -18,6 +18,7 @@ HOUSES: dict[str, tuple[set[str], ...]] = {
         {"diagnostics"},
         {"comm"},
         {"collectives"},
+        {"compress"},
         {"fsdp"},
         {"data", "parallel"},
         {"checkpoint"},
