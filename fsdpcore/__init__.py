@@ -59,6 +59,7 @@ if TYPE_CHECKING:
     from fsdpcore.adapters.fully_shard import ShardedLayers, fully_shard
     from fsdpcore.adapters.function import train_step
     from fsdpcore.adapters.layers import Chain, Layer, LayerStack
+    from fsdpcore.compress.compression import Compression
     from fsdpcore.core.geometry.boxes import BoxShard
     from fsdpcore.fsdp import optim
     from fsdpcore.fsdp.engine import FSDP
@@ -96,6 +97,7 @@ __all__ = [
     "ClosedError",
     "CommTimeoutError",
     "CommunicationError",
+    "Compression",
     "ConfigError",
     "CorruptCheckpointError",
     "EngineState",
@@ -168,6 +170,7 @@ _LATER = {
     "ArrayPiece": "fsdp.state.state",
     "BoxShard": "core.geometry.boxes",
     "Chain": "adapters.layers",
+    "Compression": "compress.compression",
     "EngineState": "fsdp.state.state",
     "FSDP": "fsdp.engine",
     "Layer": "adapters.layers",

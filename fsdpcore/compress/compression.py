@@ -108,11 +108,16 @@ class Compression:
             if self.exact is None:
                 exact = len(param.shape) < 2
             else:
-                name = f"{unit}.{param.name}"
-                exact = any(fnmatch.fnmatchcase(name, pattern) for pattern in self.exact)
+                exact = any(self.matches(pattern, unit, [param]) for pattern in self.exact)
             if exact:
                 found.append((param.offset, param.stop))
         return tuple(found)
+
+    @staticmethod
+    def matches(pattern: str, unit: str, params: Iterable[ParamRange]) -> int:
+        """Return how many parameters of a unit a pattern of ``exact`` matches."""
+        names = (f"{unit}.{param.name}" for param in params)
+        return sum(fnmatch.fnmatchcase(name, pattern) for name in names)
 
 
 def _patterns(given: object) -> tuple[str, ...]:

@@ -41,19 +41,23 @@ class Exchange:
         self._rooms: dict[str, Bytes] = {}
         self._scratch = np.empty((2, self._tile), np.float32)
 
-    def gather(self, own: Floats, packing: Packing, flat: Floats, label: str) -> None:
+    def gather(
+        self, own: Floats, packing: Packing, flat: Floats, label: str, *, differences: bool = False
+    ) -> None:
         """Have the chunks of all ranks; see the module's docstring.
 
         Args:
             own: this rank's chunk.
             packing: of ``flat``.
-            flat: gets all chunks; ``own`` may be a part of it.
+            flat: gets all chunks; ``own`` may be a part of it, but for ``differences``.
             label: of the collective.
+            differences: what is quantised is by how much the chunks differ from ``flat``, which all
+                ranks have alike.
         """
-        counts, rank = packing.counts, self.group.rank
-        packed = self._room("sent", counts[rank])
-        self._pack(own, packing.chunks[rank], packed, None)
-        self._spread(packed, packing, flat, label)
+        counts, mine = packing.counts, packing.chunks[self.group.rank]
+        packed = self._room("sent", mine.nbytes)
+        self._pack(own, mine, packed, base=flat[mine.start : mine.stop] if differences else None)
+        self._spread(packed, packing, flat, label, differences=differences)
 
     def scatter(
         self, flat: Floats, packing: Packing, own: Floats, error: Floats | None, label: str
@@ -73,7 +77,7 @@ class Exchange:
         sent = self._room("sent", sum(counts))
         for chunk, part in zip(packing.chunks, _cut(sent, counts), strict=True):
             here = slice(chunk.start, chunk.stop)
-            self._pack(flat[here], chunk, part, None if error is None else error[here])
+            self._pack(flat[here], chunk, part, error=None if error is None else error[here])
         arriving = [mine.nbytes] * len(counts)
         received = self._room("received", sum(arriving))
         all_to_all_v(sent, self.group, counts, recv_counts=arriving, out=received, label=label)
@@ -84,7 +88,7 @@ class Exchange:
         flat: Floats,
         packing: Packing,
         out: Floats,
-        errors: tuple[Floats, Floats] | None,
+        errors: tuple[Floats | None, Floats | None],
         label: str,
     ) -> None:
         """Have the sum of all ranks' values, on all of them; see the module's docstring.
@@ -96,17 +100,26 @@ class Exchange:
         """
         mine = packing.chunks[self.group.rank]
         own = out[mine.start : mine.stop]
-        self.scatter(flat, packing, own, None if errors is None else errors[0], label)
+        self.scatter(flat, packing, own, errors[0], label)
         packed = self._room("sent", mine.nbytes)
-        self._pack(own, mine, packed, None if errors is None else errors[1])
+        self._pack(own, mine, packed, error=errors[1])
         self._spread(packed, packing, out, f"{label}, the sum")
 
-    def _spread(self, packed: Bytes, packing: Packing, flat: Floats, label: str) -> None:
+    def _spread(
+        self,
+        packed: Bytes,
+        packing: Packing,
+        flat: Floats,
+        label: str,
+        *,
+        differences: bool = False,
+    ) -> None:
         counts = packing.counts
         received = self._room("received", sum(counts))
         all_gather_v(packed, self.group, out=received, label=label)
         for chunk, part in zip(packing.chunks, _cut(received, counts), strict=True):
-            self._add_up([part], chunk, flat[chunk.start : chunk.stop])
+            out = flat[chunk.start : chunk.stop]
+            self._add_up([part], chunk, out, add=differences)
 
     def _room(self, name: str, nbytes: int) -> Bytes:
         """Return memory that is used again in the next collective."""
@@ -116,7 +129,16 @@ class Exchange:
             room = self._rooms[name] = self.group.empty((nbytes,), np.uint8)
         return room[:nbytes]
 
-    def _pack(self, values: Floats, chunk: Chunk, packed: Bytes, error: Floats | None) -> None:
+    def _pack(
+        self,
+        values: Floats,
+        chunk: Chunk,
+        packed: Bytes,
+        *,
+        error: Floats | None = None,
+        base: Floats | None = None,
+    ) -> None:
+        """Pack a chunk: with the ``error`` of the last time, or as differences to ``base``."""
         border = 4 * chunk.exact_size
         exact, coded = packed[:border].view(np.float32), packed[border:]
         behind = 0
@@ -126,11 +148,15 @@ class Exchange:
         for begin in range(0, chunk.coded_size, self._tile):
             end = min(begin + self._tile, chunk.coded_size)
             places = _places(chunk, begin, end)
+            given = _joined(values, places, self._scratch[0])
+            if base is not None:
+                there = _joined(base, places, self._scratch[1])
+                given = np.subtract(given, there, out=self._scratch[0, : end - begin])
             if error is None:
-                self._quantiser.encode(_joined(values, places, self._scratch[0]), coded, begin)
+                self._quantiser.encode(given, coded, begin)
                 continue
             tile = self._scratch[0, : end - begin]
-            given, kept = _joined(values, places, tile), _joined(error, places, self._scratch[1])
+            kept = _joined(error, places, self._scratch[1])
             with np.errstate(over="ignore", invalid="ignore"):
                 np.add(given, kept, out=tile)
             self._quantiser.encode(tile, coded, begin)
@@ -142,8 +168,13 @@ class Exchange:
             tile[~np.isfinite(tile)] = 0
             _put(tile, error, places)
 
-    def _add_up(self, parts: Sequence[Bytes], chunk: Chunk, out: Floats) -> None:
-        """Unpack what ranks have sent of a chunk, sum it up, and write it where it belongs."""
+    def _add_up(
+        self, parts: Sequence[Bytes], chunk: Chunk, out: Floats, *, add: bool = False
+    ) -> None:
+        """Unpack what ranks have sent of a chunk, sum it up, and write it where it belongs.
+
+        With ``add`` what was quantised is added to what is there.
+        """
         border = 4 * chunk.exact_size
         sums = np.empty(chunk.exact_size, np.float32)
         self._sum.reduce([part[:border].view(np.float32) for part in parts], sums)
@@ -154,7 +185,8 @@ class Exchange:
         for begin in range(0, chunk.coded_size, self._tile):
             end = min(begin + self._tile, chunk.coded_size)
             places = _places(chunk, begin, end)
-            target = out[places[0]] if len(places) == 1 else rows[0, : end - begin]
+            direct = len(places) == 1 and not add
+            target = out[places[0]] if direct else rows[0, : end - begin]
             if len(parts) == 1:
                 self._quantiser.decode(parts[0][border:], target, begin)
             else:
@@ -162,7 +194,9 @@ class Exchange:
                 for part, row in zip(parts, values, strict=True):
                     self._quantiser.decode(part[border:], row, begin)
                 self._sum.reduce(values, target)
-            if len(places) > 1:
+            if add:
+                np.add(_joined(out, places, rows[1]), target, out=target)
+            if not direct:
                 _put(target, out, places)
         out[chunk.end - chunk.start :] = 0
 

@@ -150,7 +150,7 @@ def _program(backend: fc.Backend, size: int, exact: list[tuple[int, int]], bits:
     assert_array_equal(error, flats[rank] - travelled[rank])
 
     out = flats[rank].copy()
-    exchange.reduce(out, packing, out, None, "reduce")
+    exchange.reduce(out, packing, out, (None, None), "reduce")
     assert_array_equal(out, _as_it_travels(total, bounds, size, exact, bits))
 
 

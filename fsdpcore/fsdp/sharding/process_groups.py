@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from fsdpcore.comm.backend import Backend
 from fsdpcore.core.device import Device
@@ -37,6 +37,7 @@ class ProcessGroups:
     regather_group: Backend
     everyone: Backend
     tensor: Backend | None
+    _apart: list[Backend] = field(default_factory=list, compare=False, repr=False)
 
     @classmethod
     def of(
@@ -74,6 +75,15 @@ class ProcessGroups:
         root = self.whole.root
         return root.new_executor(f"fsdpcore-rank{root.rank}")
 
+    def apart(self, group: Backend) -> Backend:
+        """Return the same ranks as one more group, for ``background`` alone.
+
+        So the order of its collectives is that of what was begun there.
+        """
+        made = group.sub(range(group.world_size), name="fsdp background")
+        self._apart.append(made)
+        return made
+
     def close(self) -> None:
         """Close the groups, but not what they are groups of."""
         if "background" in self.__dict__:
@@ -81,6 +91,8 @@ class ProcessGroups:
         for group in (self.shards, self.replicas, self.regather_group, self.everyone):
             if group is not self.whole:
                 group.close()
+        for group in self._apart:
+            group.close()
 
     def part(self, size: int, block: int) -> slice:
         """Return which of ``size`` elements, that all replicas hold, this one counts for all.

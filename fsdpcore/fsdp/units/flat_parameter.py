@@ -72,18 +72,25 @@ class FlatParameter:
         self.rank, self._device = binding.groups.shards.rank, binding.groups.device
         kind = ArrayKind.TRAINED if trained else ArrayKind.FROZEN
         self.storage = make_storage(
-            self.places, binding, store.allocate(kind), flat, away=kind in store.away
+            self.places,
+            binding,
+            store.allocate(kind),
+            flat,
+            away=kind in store.away,
+            trained=trained,
         )
         if flat is not None:
             store.note(kind, self.storage.own)
         if trained:
             store.mark(ArrayKind.OWN, self.storage.own)
-        if self._master_dtype == self.layout.dtype:
+        if self._master_dtype == self.layout.dtype and not self.storage.lags:
             self.master = self.storage.own
         else:
             allocate = store.allocate(ArrayKind.MASTER)
             self.master = allocate(self.layout.shard_size, self._master_dtype)
             self.master[self.valid_size :] = 0
+        if self.storage.lags:
+            self.storage.follow(self.master)
         self._fill(binding.seed)
         self._params = {}
         self.publish()
@@ -111,6 +118,11 @@ class FlatParameter:
         return self.master is not self.storage.own
 
     @property
+    def copy(self) -> Array | None:
+        """What an update writes the rounded masters to; None where there is no such thing."""
+        return self.storage.own if self.mixed and not self.storage.lags else None
+
+    @property
     def shard(self) -> Array:
         """The master shard, read-only."""
         return read_only(self.master) if self.mixed else self.storage.shard
@@ -121,6 +133,7 @@ class FlatParameter:
 
     def publish(self) -> None:
         """Round the master shard into what is gathered, after it was written."""
+        self.storage.rewritten()
         if self.mixed:
             self._device.assign(self.storage.own, self.master)
 

@@ -17,6 +17,7 @@ import enum
 import functools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -81,13 +82,19 @@ class ShardedUnit:
     _binding: Binding
 
     def __init__(
-        self, declaration: UnitDeclaration, precision: Precision, shards: int, block: int = 1
+        self,
+        declaration: UnitDeclaration,
+        precision: Precision,
+        shards: int,
+        block: int = 1,
+        *,
+        lags: bool = False,
     ) -> None:
         self.declaration = declaration
         self.name, self.names = declaration.name, declaration.names
         self.ties, self.ignored = declaration.ties, declaration.ignored
         self.boxes, self.tilings = declaration.boxes, declaration.tilings
-        self.dtypes = precision.dtypes(declaration.dtype)
+        self.dtypes = replace(precision.dtypes(declaration.dtype), lags=lags)
         self.flat_parameters = lay_out(declaration, self.dtypes, shards, block)
         self.trained_parameter = self.flat_parameters[0]
         self.layout = self.trained_parameter.layout
