@@ -76,9 +76,13 @@ class Compression:
         if self.exact is not None:
             object.__setattr__(self, "exact", _patterns(self.exact))
         if self.gather is None and self.reduce is None:
-            raise ArgumentError("a Compression that compresses neither gather nor reduce: leave it out")
+            raise ArgumentError(
+                "a Compression that compresses neither gather nor reduce: leave it out"
+            )
         if self.error_feedback and self.reduce is None:
-            raise ArgumentError("error_feedback of Compression is for gradients: pass reduce='int4'")
+            raise ArgumentError(
+                "error_feedback of Compression is for gradients: pass reduce='int4'"
+            )
 
     @property
     def gathers(self) -> Format | None:

@@ -10,7 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from numpy.testing import assert_array_equal
 from numpy.typing import NDArray
-from support.quantised import half_steps, round_trip
+from support.quantised import half_steps, round_trip, travelled, tree_sum
 from support.spmd import run
 
 import fsdpcore as fc
@@ -134,46 +134,27 @@ def _program(backend: fc.Backend, size: int, exact: list[tuple[int, int]], bits:
     flats = [values_of("normal", bounds[-1], 10 + r) for r in range(ranks)]
     for flat in flats:
         flat[size:] = 0
-    travelled = [_as_it_travels(flat, bounds, size, exact, bits) for flat in flats]
-    total = _tree(travelled)
+    coded = np.arange(bounds[-1]) < size
+    for start, stop in exact:
+        coded[start:stop] = False
+    came = [travelled(each, bounds, coded, bits, BLOCK) for each in flats]
+    total = tree_sum(came)
 
     flat = np.full(bounds[-1], np.nan, np.float32)
     whole = flats[0]
     exchange.gather(whole[bounds[rank] : bounds[rank + 1]].copy(), packing, flat, "gather")
-    assert_array_equal(flat, travelled[0])
+    assert_array_equal(flat, came[0])
 
     mine = flats[rank].copy()
     here = slice(bounds[rank], bounds[rank + 1])
     error = np.zeros_like(mine)
     exchange.scatter(mine, packing, mine[here], error, "scatter")
     assert_array_equal(mine[here], total[here])
-    assert_array_equal(error, flats[rank] - travelled[rank])
+    assert_array_equal(error, flats[rank] - came[rank])
 
     out = flats[rank].copy()
     exchange.reduce(out, packing, out, (None, None), "reduce")
-    assert_array_equal(out, _as_it_travels(total, bounds, size, exact, bits))
-
-
-def _as_it_travels(
-    flat: NDArray[Any], bounds: list[int], size: int, exact: list[tuple[int, int]], bits: int
-) -> NDArray[Any]:
-    """Each chunk by itself, what is exact left alone."""
-    coded = np.ones(flat.size, bool)
-    coded[size:] = False
-    for start, stop in exact:
-        coded[start:stop] = False
-    found = flat.copy()
-    for start, stop in zip(bounds, bounds[1:], strict=False):
-        places = start + np.flatnonzero(coded[start:stop])
-        found[places] = round_trip(flat[places], bits, BLOCK)
-    return found
-
-
-def _tree(parts: list[NDArray[Any]]) -> NDArray[Any]:
-    while len(parts) > 1:
-        pairs = [parts[i : i + 2] for i in range(0, len(parts), 2)]
-        parts = [pair[0] + pair[1] if len(pair) == 2 else pair[0] for pair in pairs]
-    return parts[0]
+    assert_array_equal(out, travelled(total, bounds, coded, bits, BLOCK))
 
 
 @settings(max_examples=15)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import numpy as np
@@ -34,3 +35,22 @@ def half_steps(values: NDArray[Any], bits: int, block: int) -> NDArray[Any]:
         finite = np.isfinite(largest)
         steps[start : start + block] = max(largest / top, TINY) / 2 if finite else np.nan
     return steps
+
+
+def travelled(
+    flat: NDArray[Any], bounds: list[int], coded: NDArray[np.bool_], bits: int, block: int
+) -> NDArray[Any]:
+    """A flat buffer as it comes back: each chunk by itself, what is not ``coded`` left alone."""
+    found = flat.copy()
+    for start, stop in itertools.pairwise(bounds):
+        places = start + np.flatnonzero(coded[start:stop])
+        found[places] = round_trip(flat[places], bits, block)
+    return found
+
+
+def tree_sum(parts: list[NDArray[Any]]) -> NDArray[Any]:
+    """The sum in the canonical order."""
+    while len(parts) > 1:
+        pairs = [parts[i : i + 2] for i in range(0, len(parts), 2)]
+        parts = [pair[0] + pair[1] if len(pair) == 2 else pair[0] for pair in pairs]
+    return parts[0]

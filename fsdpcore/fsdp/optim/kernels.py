@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from fsdpcore.core.compiling import Kernel, available, compiled
 from fsdpcore.core.errors import MissingDependencyError
 
+
 def require(optimizer: str) -> None:
     """Raise MissingDependencyError unless numba is installed, or CuPy, which does without."""
     if not available() and "cupy" not in sys.modules and importlib.util.find_spec("cupy") is None:

@@ -68,6 +68,7 @@ def plan_of(
         whole=whole,
         costs=functools.partial(_seconds, model.groups),
         compute_seconds=compute_seconds,
+        compression=None if model.wire is None else model.wire.travel,
     )
     plan = _with_owners(plan, model)
     # By the optimizers themselves: not all have as many arrays for each parameter.

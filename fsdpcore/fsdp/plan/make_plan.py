@@ -9,6 +9,7 @@ import dataclasses
 from collections.abc import Callable, Iterable, Sequence, Sized
 from typing import Literal, get_args
 
+from fsdpcore.compress.compression import Compression
 from fsdpcore.core.capabilities import Capabilities
 from fsdpcore.core.checks import as_choice, as_finite, as_int
 from fsdpcore.core.errors import ArgumentError
@@ -21,6 +22,7 @@ from fsdpcore.fsdp.plan.units import sizes_of
 from fsdpcore.fsdp.plan.walk import PlannedStep, walk
 from fsdpcore.fsdp.sharding.placement import storage_kind
 from fsdpcore.fsdp.sharding.strategy import Strategy
+from fsdpcore.fsdp.sharding.travel import Travel
 from fsdpcore.fsdp.units.options import Prefetch
 from fsdpcore.fsdp.units.precision import Precision
 from fsdpcore.fsdp.units.unit import Unit
@@ -48,6 +50,7 @@ def make_plan(
     whole: bool = False,
     costs: Costs | Capabilities | CollectiveSeconds | None = None,
     compute_seconds: Sequence[float] | None = None,
+    compression: Compression | Travel | None = None,
 ) -> Plan:
     """Work out a training step, such as every step but the first one is.
 
@@ -74,18 +77,23 @@ def make_plan(
         costs: of the transport, for ``seconds``; or what tells them for each collective.
         compute_seconds: of each unit's forward pass; a backward pass counts twice as long. With
             ``costs``, for ``step_seconds`` and ``exposed_seconds``.
+        compression: what is quantised on its way; in every group of ranks, unless a ``Travel`` says
+            more. Of a ``UnitSize`` all is that is not ``exact``.
 
     Raises:
         ArgumentError: something of this makes no sense.
     """
-    sizes = sizes_of(units)
+    quantised = compression.compression if isinstance(compression, Travel) else compression
+    sizes = sizes_of(units, quantised)
     if isinstance(strategy, str):
         strategy = Strategy(strategy)
     world_size, rank = _checked_world(world_size, rank)
     as_choice(sync, get_args(Sync), "sync")
     states = as_int(optimizer_states, "optimizer_states", minimum=0)
     place = strategy.place(world_size)
-    layouts = lay_out(sizes, place.shards, precision)
+    travel = Travel(compression, place) if isinstance(compression, Compression) else compression
+    lags = travel is not None and travel.lags
+    layouts = lay_out(sizes, place.shards, precision, lags=lags)
     step = PlannedStep(
         units=layouts,
         placement=place,
@@ -96,6 +104,7 @@ def make_plan(
         storage=storage_kind(place, windowed=windowed, pinned=brought),
         tensor=as_int(tensor, "tensor", minimum=1),
         whole=bool(whole),
+        travel=travel,
     )
     log = walk(step)
     compute = None if compute_seconds is None else _compute(compute_seconds, sizes)

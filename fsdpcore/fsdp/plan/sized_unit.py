@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from fsdpcore.core.geometry.layout import FlatLayout
 from fsdpcore.fsdp.offload.arrays import ArrayKind
 from fsdpcore.fsdp.plan.sizes import UnitBytes
 from fsdpcore.fsdp.plan.step_log import StepLog
-from fsdpcore.fsdp.sharding.placement import (
-    GradientReduction,
-    Placement,
-    StorageKind,
-    all_gather_sends,
-)
+from fsdpcore.fsdp.sharding.placement import Placement, StorageKind, all_gather_sends
+from fsdpcore.fsdp.sharding.travel import Travel
 from fsdpcore.fsdp.units.sharded_unit import ParamState
 
 
@@ -27,9 +23,10 @@ class _InMemory:
         """Nothing to do."""
 
 
-class _ParameterGathering(NamedTuple):
-    """A collective that gathers one flat buffer; sizes in bytes."""
+class _Collective(NamedTuple):
+    """One that moves a flat buffer; sizes in bytes."""
 
+    kind: Literal["all_gather", "reduce_scatter", "all_reduce"]
     ranks: int
     nbytes: int
     padding: int
@@ -48,15 +45,12 @@ class SizedGradients:
         sends: bytes that this rank sends in a reduction.
     """
 
-    def __init__(
-        self, sizes: UnitBytes, reductions: Sequence[GradientReduction], log: StepLog
-    ) -> None:
+    def __init__(self, sizes: UnitBytes, reductions: Sequence[_Collective], log: StepLog) -> None:
         self._name = sizes.name
         self._nbytes = sizes.gradients
-        self._item = sizes.dtypes.grad.itemsize
         self._reductions = reductions
         self._log = log
-        self.sends = sum(each.sent for each in reductions) * self._item
+        self.sends = sum(each.sent for each in reductions)
         self._kept = False
         self._tied: dict[str, int] = {}  # bytes that uses in other units have added, by name
         self._reducing: list[int] | None = None  # the numbers of the collectives under way
@@ -103,14 +97,14 @@ class SizedGradients:
         self._reducing = None
         self._log.take(gradients=-self._nbytes)
 
-    def _issue(self, each: GradientReduction, *, background: bool) -> int:
+    def _issue(self, each: _Collective, *, background: bool) -> int:
         return self._log.issue(
             each.kind,
             self._name,
             each.ranks,
-            each.size * self._item,
-            each.padding * self._item,
-            sent=each.sent * self._item,
+            each.nbytes,
+            each.padding,
+            sent=each.sent,
             background=background,
         )
 
@@ -123,6 +117,7 @@ class SizedUnit:
         placement, rank: who keeps what.
         storage: where its parameters are.
         log: of the step.
+        travel: what is quantised on its way; None for nothing.
 
     Attributes:
         owners: the units that its tied parameters belong to, by a name of the tie.
@@ -138,12 +133,13 @@ class SizedUnit:
         rank: int,
         storage: StorageKind,
         log: StepLog,
+        travel: Travel | None = None,
     ) -> None:
         self.name = sizes.name
         self.trainable = sizes.trained.size > 0
         self.owners: Mapping[str, SizedUnit] = {}
         self.state = ParamState.SHARDED
-        reductions = placement.reductions(sizes.trained, rank) if self.trainable else ()
+        reductions = _reductions(sizes, placement, rank, travel) if self.trainable else ()
         self.gradients = SizedGradients(sizes, reductions, log)
         self._sizes = sizes
         self._placement = placement
@@ -153,6 +149,9 @@ class SizedUnit:
         self._fresh = not storage.moves
         layouts = (sizes.trained,) if storage.keeps else sizes.parts
         self._from_shards = _gatherings(layouts, placement.shards)
+        if travel is not None and travel.gathers and self.trainable:
+            quantised = _quantised_gathering(sizes, travel, rank)
+            self._from_shards = (quantised, *self._from_shards[1:])
         self._from_parts = _gatherings(layouts, placement.regather)
         self._has_part = False  # a larger part than the shard
         self._gathers: list[int] = []
@@ -167,7 +166,7 @@ class SizedUnit:
     # Parameters.
 
     @property
-    def _gatherings(self) -> Sequence[_ParameterGathering]:
+    def _gatherings(self) -> Sequence[_Collective]:
         """The collectives that gather it now."""
         if self._fresh:
             return ()
@@ -266,10 +265,32 @@ class SizedUnit:
         ]
 
 
-def _gatherings(layouts: Iterable[FlatLayout], ranks: int) -> tuple[_ParameterGathering, ...]:
+def _quantised_gathering(sizes: UnitBytes, travel: Travel, rank: int) -> _Collective:
+    """The collective that gathers the trained parameters."""
+    packing, ranks = travel.gathering(sizes.trained, sizes.exact), travel.placement.shards
+    sent = packing.gather_sends(rank % ranks)
+    return _Collective("all_gather", ranks, sum(packing.counts), 0, sent)
+
+
+def _reductions(
+    sizes: UnitBytes, placement: Placement, rank: int, travel: Travel | None
+) -> tuple[_Collective, ...]:
+    """The collectives that sum gradients."""
+    if travel is not None and travel.reduces:
+        found = travel.reductions(sizes.trained, sizes.exact, rank)
+        return tuple(_Collective(*each) for each in found)
+    item = sizes.dtypes.grad.itemsize
+    return tuple(
+        _Collective(each.kind, each.ranks, each.size * item, each.padding * item, each.sent * item)
+        for each in placement.reductions(sizes.trained, rank)
+    )
+
+
+def _gatherings(layouts: Iterable[FlatLayout], ranks: int) -> tuple[_Collective, ...]:
     """The collectives by which so many ranks gather flat buffers."""
     return tuple(
-        _ParameterGathering(
+        _Collective(
+            "all_gather",
             ranks,
             layout.padded_size * layout.dtype.itemsize,
             layout.padding * layout.dtype.itemsize,

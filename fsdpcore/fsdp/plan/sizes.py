@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -34,6 +34,8 @@ class UnitSize:
             dtypes, ``((elements, dtype), ...)``, one for each.
         ties: for each parameter that is another one: the name of the unit that owns that, its name
             there, and the elements of its gradient, which are 0 if it is frozen.
+        exact: which of the trained elements travel as they are where others are quantised: pairs of
+            the first one, and the one behind the last; in order.
 
     Raises:
         ArgumentError: a size below 0, or a dtype that is none.
@@ -44,6 +46,7 @@ class UnitSize:
     dtype: DTypeLike = np.float32
     frozen: int | tuple[tuple[int, DTypeLike], ...] = 0
     ties: tuple[tuple[str, str, int], ...] = ()
+    exact: tuple[tuple[int, int], ...] = ()
 
     def __post_init__(self) -> None:
         as_name(self.name, "a unit's name")
@@ -100,6 +103,7 @@ class UnitBytes:
         dtypes: of the trained parameters.
         ties: for each tied parameter, the number of its owner, its name there, and
             the elements of its gradient.
+        exact: as of ``UnitSize``.
     """
 
     name: str
@@ -107,20 +111,28 @@ class UnitBytes:
     frozen: tuple[FlatLayout, ...]
     dtypes: Dtypes
     ties: tuple[tuple[int, str, int], ...] = ()
+    exact: tuple[tuple[int, int], ...] = ()
 
     @classmethod
     def of(
-        cls, unit: UnitSize, numbers: Mapping[str, int], shards: int, precision: Precision
+        cls,
+        unit: UnitSize,
+        numbers: Mapping[str, int],
+        shards: int,
+        precision: Precision,
+        *,
+        lags: bool = False,
     ) -> UnitBytes:
         """Lay a unit out over so many shards; ``numbers`` are those of all units, by name."""
         ties = tuple((numbers[owner], param, size) for owner, param, size in unit.ties)
         master = np.dtype(unit.dtype)
-        dtypes = precision.dtypes(master)
+        dtypes = replace(precision.dtypes(master), lags=lags)
         frozen = [
             _flat(size, dtypes.param if dtype == master else dtype, shards)
             for size, dtype in unit.frozen_parts
         ]
-        return cls(unit.name, _flat(unit.size, dtypes.param, shards), tuple(frozen), dtypes, ties)
+        trained = _flat(unit.size, dtypes.param, shards)
+        return cls(unit.name, trained, tuple(frozen), dtypes, ties, unit.exact)
 
     @property
     def parts(self) -> tuple[FlatLayout, ...]:
@@ -139,12 +151,12 @@ class UnitBytes:
 
 
 def lay_out(
-    units: Sequence[UnitSize], shards: int, precision: Precision | None
+    units: Sequence[UnitSize], shards: int, precision: Precision | None, *, lags: bool = False
 ) -> tuple[UnitBytes, ...]:
-    """Lay all units out over so many shards."""
+    """Lay all units out over so many shards; for ``lags`` see ``Travel``."""
     numbers = {unit.name: number for number, unit in enumerate(units)}
     dtypes = precision or Precision()
-    return tuple(UnitBytes.of(unit, numbers, shards, dtypes) for unit in units)
+    return tuple(UnitBytes.of(unit, numbers, shards, dtypes, lags=lags) for unit in units)
 
 
 @dataclass(frozen=True)

@@ -90,19 +90,37 @@ class Travel:
         bounds = bounds_of(split_sizes(layout.shard_size, self.placement.replicas))
         return Packing.of(bounds, max(0, layout.size - first), here, form)
 
+    def errors(self, layout: FlatLayout, rank: int) -> tuple[int, int, int, int]:
+        """Return for how many elements a rank keeps what quantising gradients has left out.
+
+        Of the full gradients, of this rank's part of the sum where that is quantised, too; and the
+        same of the sum of a shard.
+        """
+        found = [0, 0, 0, 0]
+        place, replica = self.placement, rank // self.placement.shards
+        if self.compression.error_feedback and self.sums:
+            mine = split_sizes(layout.padded_size, place.world_size)[rank]
+            found[:2] = layout.padded_size, mine if place.whole_gradients else 0
+        if self.compression.error_feedback and self.spreads:
+            found[2:] = layout.shard_size, split_sizes(layout.shard_size, place.replicas)[replica]
+        return found[0], found[1], found[2], found[3]
+
     def reductions(
         self, layout: FlatLayout, exact: Sequence[Span], rank: int
-    ) -> list[tuple[GradientReduction, int]]:
-        """Return the collectives that sum a unit's gradients, and the bytes that a rank sends."""
+    ) -> list[GradientReduction]:
+        """Return the collectives that sum a unit's gradients, sizes in bytes."""
         found = []
         replica, shard = divmod(rank, self.placement.shards)
-        for number, each in enumerate(self.placement.reductions(layout, rank)):
-            sent = each.sent * _ITEM
+        for each in self.placement.reductions(layout, rank):
+            sizes = [_ITEM * size for size in (each.size, each.padding, each.sent)]
             if self.placement.whole_gradients and self.sums:
-                sent = self.summing(layout, exact).reduce_sends(rank)
+                packing = self.summing(layout, exact)
+                sizes = [sum(packing.counts), 0, packing.reduce_sends(rank)]
             elif each.kind == "reduce_scatter" and self.sums:
-                sent = self.summing(layout, exact).scatter_sends(shard)
-            elif number and self.spreads:
-                sent = self.spreading(layout, exact, shard).reduce_sends(replica)
-            found.append((each, sent))
+                packing = self.summing(layout, exact)
+                sizes = [sum(packing.counts), 0, packing.scatter_sends(shard)]
+            elif each.kind == "all_reduce" and self.spreads:
+                packing = self.spreading(layout, exact, shard)
+                sizes = [sum(packing.counts), 0, packing.reduce_sends(replica)]
+            found.append(GradientReduction(each.kind, each.ranks, *sizes))
         return found

@@ -131,10 +131,20 @@ class FlatParameter:
         """Let go of all arrays, for good."""
         del self.storage, self.master
 
-    def publish(self) -> None:
-        """Round the master shard into what is gathered, after it was written."""
+    @property
+    def received(self) -> Array | None:
+        """What all ranks have of the master shard, where that is no rounded copy."""
+        return self.storage.own if self.storage.lags else None
+
+    def publish(self, received: Array | None = None) -> None:
+        """Round the master shard into what is gathered, after it was written.
+
+        Args:
+            received: a copy of ``received`` from before; if that was written, too, it stays.
+        """
         self.storage.rewritten()
-        if self.mixed:
+        written = received is not None and not np.array_equal(received, self.storage.own)
+        if self.mixed and not written:
             self._device.assign(self.storage.own, self.master)
 
     def load(self, values: Mapping[str, Array]) -> None:

@@ -308,15 +308,17 @@ class ShardedUnit:
     def rewriting(self, *, optimizer: bool = False) -> Iterator[tuple[FlatParameter, ...]]:
         """Like ``writing``, frozen parameters too: gives all flat parameters, to write ``master``.
 
-        With ``optimizer`` its state is written, too.
+        With ``optimizer`` its state is written, too, and ``received``.
         """
         kinds = (*WRITTEN, ArrayKind.STATE) if optimizer else WRITTEN
         with self._claimed(*self.flat_parameters, kinds=kinds):
+            lags = [part.received for part in self.flat_parameters]
+            before = [None if each is None else each.copy() for each in lags]
             try:
                 yield self.flat_parameters
             finally:
-                for part in self.flat_parameters:
-                    part.publish()
+                for part, received in zip(self.flat_parameters, before, strict=True):
+                    part.publish(received)
 
     @contextlib.contextmanager
     def _claimed(

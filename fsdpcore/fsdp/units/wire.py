@@ -112,28 +112,28 @@ class UnitReduction:
     Attributes:
         sends: bytes that this rank sends.
         error: what quantising has left out so far, flat; of no elements without error feedback.
+        error_sizes: of all ranks.
+        rank: as given.
     """
 
     def __init__(self, places: Places, wire: Wire, rank: int) -> None:
-        self._wire, self._unit = wire, places.unit
+        self._wire, self.rank = wire, rank
         layout, travel = places.layout, wire.travel
         exact = travel.compression.exact_spans(places.unit, layout.params)
-        self.sends = sum(sent for _, sent in travel.reductions(layout, exact, rank))
+        self.sends = sum(each.sent for each in travel.reductions(layout, exact, rank))
         self._whole = travel.placement.whole_gradients
         self._twice = travel.placement.reduces_twice
-        sizes = [0, 0, 0, 0]
         if wire.summing is not None:
             self._summing = travel.summing(layout, exact)
-            chunk = self._summing.chunks[wire.first.rank]
-            sizes[:2] = layout.padded_size, chunk.stop - chunk.start if self._whole else 0
         if wire.spreading is not None:
             self._spreading = travel.spreading(layout, exact, rank % travel.placement.shards)
-            chunk = self._spreading.chunks[wire.second.rank]
-            sizes[2:] = layout.shard_size, chunk.stop - chunk.start
-        keeps = travel.compression.error_feedback
-        self.error = np.zeros(sum(sizes) if keeps else 0, np.float32)
-        ends = np.cumsum(sizes)
-        self._errors = [self.error[end - size : end] for end, size in zip(ends, sizes, strict=True)]
+        sizes = [travel.errors(layout, each) for each in range(travel.placement.world_size)]
+        self.error_sizes = [sum(each) for each in sizes]
+        self.error = np.zeros(self.error_sizes[rank], np.float32)
+        ends = np.cumsum(sizes[rank])
+        self._errors = [
+            self.error[end - size : end] for end, size in zip(ends, sizes[rank], strict=True)
+        ]
 
     def start(self, flat: Array, own: Array, label: str, *, async_op: bool) -> Work | None:
         """Sum over all ranks; see ``UnitGradients``.
