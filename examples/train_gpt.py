@@ -6,6 +6,7 @@
     fsdpcore run --transport nccl -n 2 examples/train_gpt.py   # each on a GPU of its own, with CuPy
     python examples/train_gpt.py --checkpoint runs/ckpt   # --resume goes on, on any number of ranks
     python examples/train_gpt.py --precision bf16         # mixed precision; made for GPUs
+    python examples/train_gpt.py --compress int8          # over slow links: a quarter of the bytes
 
 Model and gradients are plain NumPy (gpt_model.py), or CuPy where the ranks have GPUs. What makes it
 distributed is in ``Trainer``: the engine takes over the layers' parameters, and each rank computes
@@ -64,6 +65,7 @@ class Options:
     evaluate_every: int = 50
     evaluation_batches: int = 4
     virtual_ranks: int | None = None
+    compression: fc.Compression | None = None
     sample_bytes: int = 300
 
 
@@ -91,6 +93,7 @@ class Trainer:
             prefetch=options.prefetch,
             algorithm=options.algorithm,
             virtual_ranks=options.virtual_ranks,
+            compression=options.compression,
         )
 
     def step(self, number: int) -> float:
@@ -354,6 +357,9 @@ def cli(
     virtual_ranks: Annotated[
         int | None, typer.Option(help="Shares of a batch: the bits are the same on any ranks.")
     ] = None,
+    compress: Annotated[
+        str | None, typer.Option(help="int8 or int4: how parameters and gradients travel.")
+    ] = None,
     out: Annotated[Path, typer.Option(help="Where the loss curve goes.")] = Path("runs/train_gpt"),
     checkpoint: Annotated[Path | None, typer.Option(help="Folder for checkpoints.")] = None,
     every: Annotated[int, typer.Option(min=1, help="Steps from checkpoint to checkpoint.")] = 100,
@@ -386,6 +392,7 @@ def cli(
             resume=resume,
             precision=precision,
             virtual_ranks=virtual_ranks,
+            compression=None if compress is None else fc.Compression(compress, compress),
         )
         fc.launch(main, world_size=ranks, transport=transport, args=(options,))
     except (fc.ConfigError, fc.ArgumentError) as error:

@@ -54,7 +54,7 @@ class Exchange:
             differences: what is quantised is by how much the chunks differ from ``flat``, which all
                 ranks have alike.
         """
-        counts, mine = packing.counts, packing.chunks[self.group.rank]
+        mine = packing.chunks[self.group.rank]
         packed = self._room("sent", mine.nbytes)
         self._pack(own, mine, packed, base=flat[mine.start : mine.stop] if differences else None)
         self._spread(packed, packing, flat, label, differences=differences)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,7 +19,6 @@ import fsdpcore as fc
 BLOCK = 16
 INT4 = fc.Compression("int4", "int4", block=BLOCK)
 FEEDBACK = fc.Compression("int4", "int4", block=BLOCK, error_feedback=True)
-PLAIN = fc.Compression("int8", "int8", block=BLOCK)
 SHAPES = {"a": {"w": (7, 9), "bias": (9,), "v": (3, 5, 2)}, "b": {"w": (9, 31)}, "c": {"gain": ()}}
 
 
@@ -154,3 +155,116 @@ def _check_seen(engine: fc.FSDP, strategy: fc.Strategy, masters: Mapping[str, An
 @by_strategy
 def test_gradients_are_quantised_once_in_each_hop(strategy: fc.Strategy) -> None:
     launch(_mean, args=(strategy,))
+
+
+# State.
+
+
+def _resumed(backend: fc.Backend, folder: str) -> None:
+    for number, (name, strategy) in enumerate(STRATEGIES.items()):
+        whole = engine_of(backend, strategy, FEEDBACK)
+        for _ in range(2):
+            take_step(whole)
+        path = f"{folder}/{name}"
+        fc.checkpoint.save(path, whole, backend)
+        state = whole.state_dict(full=True, to=number % 4)
+        again = engine_of(backend, strategy, FEEDBACK), engine_of(backend, strategy, FEEDBACK)
+        fc.checkpoint.load(path, again[0], backend)
+        again[1].load_state_dict(state, src=number % 4)
+        for engine in (whole, *again):
+            for _ in range(2):
+                take_step(engine)
+        bits = [bits_of(engine) for engine in (whole, *again)]
+        assert bits[0] == bits[1] == bits[2], name
+
+
+def test_a_job_that_resumes_goes_on_with_the_same_bits(tmp_path: Path) -> None:
+    launch(_resumed, args=(str(tmp_path),))
+
+
+def test_parameters_go_to_and_from_an_engine_without_compression() -> None:
+    def body(backend: fc.Backend) -> None:
+        strategy = fc.Strategy("shard_grad_op")
+        engine, other = (engine_of(backend, strategy, each) for each in (FEEDBACK, None))
+        take_step(engine)
+        report = other.load_state_dict(engine.state_dict(), strict=False)
+        assert {name.split("/")[1] for name in report.unexpected} == {
+            "received",
+            "left_out_by_4_ranks",
+        }
+        take_step(engine)
+        engine.load_state_dict(other.state_dict(), strict=False)
+        masters = other.state_dict(full=True)
+        for name, arrays in values_of(engine).items():
+            for param, array in arrays.items():
+                assert_array_equal(array, masters[f"{name}.{param}"])
+
+    launch(body)
+
+
+# What is found, and what is refused.
+
+
+def test_nan_of_one_rank_is_found_and_leaves_nothing_behind() -> None:
+    def body(backend: fc.Backend) -> None:
+        engine = engine_of(backend, fc.Strategy("full_shard"), FEEDBACK)
+
+        def give(unit: fc.Unit, params: Mapping[str, Any], grads: Any) -> None:
+            for param in params:
+                grads[param] = np.ones(SHAPES[unit.name][param], np.float32)
+            if unit.name == "b" and backend.rank == 2:
+                grads["w"][3, 4] = np.nan
+
+        with pytest.raises(fc.NonFiniteGradientError, match=r"b\.w"):
+            train(engine, give, clip=1.0)
+        assert np.isfinite(take_step(engine, clip=1.0))
+
+    launch(body)
+
+
+def test_ranks_of_one_host_move_float32_if_so_chosen() -> None:
+    def body(backend: fc.Backend) -> tuple[bytes, int]:
+        near = fc.Compression("int4", "int4", block=BLOCK, hosts_only=True)
+        strategy = fc.Strategy("hybrid_shard", shard_group_size=2)
+        engine = engine_of(backend, strategy, near)
+        take_step(engine)
+        assert engine.windowed
+        assert engine.report().measured.bytes_sent == engine.report().plan.bytes_sent
+        return bits_of(engine), engine.stats.bytes_sent
+
+    two = fc.launch(body, world_size=4, transport="sim://?hosts=2", timeout=30)
+    one = launch(body)
+    assert len({bits for bits, _ in two}) == len({bits for bits, _ in one}) == 1
+    assert two[0][0] != one[0][0]
+    assert two[0][1] < one[0][1]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"virtual_ranks": 2}, "virtual_ranks, which promise the same bits"),
+        ({"offload": fc.Offload()}, "offload"),
+        ({"precision": fc.Precision("bfloat16", "float32")}, "computed in bfloat16"),
+        ({"compression": "int8"}, r"must be a fc.Compression"),
+        (
+            {"compression": fc.Compression(exact=("*.w", "x.*"))},
+            r"'x\.\*' of Compression matches no",
+        ),
+    ],
+)
+def test_what_does_not_go_together_is_refused(options: dict[str, Any], words: str) -> None:
+    def body(backend: fc.Backend) -> None:
+        engine_of(backend, fc.Strategy("full_shard"), **{"compression": INT4, **options})
+
+    error = cause_of(body)
+    assert isinstance(error, fc.ArgumentError)
+    assert re.search(words, str(error))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"gather": "int2"}, {"block": 48}, {"gather": None, "reduce": None}, {"exact": (1,)}],
+)
+def test_a_compression_that_makes_no_sense_is_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(fc.ArgumentError, match="Compression"):
+        fc.Compression(**options)

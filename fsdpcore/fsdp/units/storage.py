@@ -105,10 +105,10 @@ class ParameterStorage(ABC):
         """Whether ``own`` is what all ranks have of the master shard, which is apart."""
         return self.quantised is not None and self._kind.keeps
 
-    def follow(self, master: Array) -> None:
+    def follow(self, master: Array) -> None:  # noqa: B027 - most need not know
         """Take note of the master shard, where ``lags``."""
 
-    def rewritten(self) -> None:
+    def rewritten(self) -> None:  # noqa: B027 - most need not know
         """Take note that ``own`` is about to be written anew, not by an update; on all ranks."""
 
     @property

@@ -11,7 +11,7 @@ from fsdpcore.collectives.on_device import in_background
 from fsdpcore.comm.backend import Backend
 from fsdpcore.core.buffers import Allocate, Array
 from fsdpcore.core.work import Work
-from fsdpcore.fsdp.sharding.placement import StorageKind, storage_kind
+from fsdpcore.fsdp.sharding.placement import StorageKind, all_gather_sends, storage_kind
 from fsdpcore.fsdp.units.binding import Binding
 from fsdpcore.fsdp.units.storage import ParameterStorage, place_of
 from fsdpcore.fsdp.units.views import Params, Places
@@ -165,6 +165,7 @@ class ReplicatedStorage(ParameterStorage):
         self._flat = flat
         self._params = Params(flat, places)
         self._master = self.own
+        self._ranks = shards.world_size
         self._follows = False  # others have what this rank has in ``own``
 
     @property
@@ -172,8 +173,9 @@ class ReplicatedStorage(ParameterStorage):
         return self._flat
 
     @property
-    def _quantises(self) -> UnitGathering | None:
-        return self.quantised if self._follows else None
+    def sends(self) -> int:
+        first = self.stale and self.quantised is not None and not self._follows
+        return super().sends + (all_gather_sends(self.places.layout, self._ranks) if first else 0)
 
     def follow(self, master: Array) -> None:
         self._master = master
@@ -184,10 +186,10 @@ class ReplicatedStorage(ParameterStorage):
     def gather(self, what: str, *, async_op: bool) -> Work | None:
         if not self.stale:
             return None
-        label, quantised = f"{what} of unit {self.places.unit}", self._quantises
-        if quantised is not None:
-            started = quantised.start(
-                self._master, self._flat, label, async_op=async_op, differences=True
+        label = f"{what} of unit {self.places.unit}"
+        if self.quantised is not None:
+            started = self.quantised.follow(
+                self._master, self._flat, label, async_op=async_op, first=not self._follows
             )
         else:
             started = _gathering(

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from fsdpcore.collectives import all_reduce, reduce_scatter
+from fsdpcore.collectives import all_gather, all_reduce, reduce_scatter
 from fsdpcore.comm.backend import Backend
 from fsdpcore.compress.compression import Compression
 from fsdpcore.compress.exchange import Exchange
@@ -90,13 +90,34 @@ class UnitGathering:
         self._packing = wire.travel.gathering(places.layout, exact)
         self.sends = self._packing.gather_sends(exchange.group.rank)
 
-    def start(
-        self, own: Array, flat: Array, label: str, *, async_op: bool, differences: bool = False
-    ) -> Work | None:
+    def start(self, own: Array, flat: Array, label: str, *, async_op: bool) -> Work | None:
         """Gather into ``flat``; see ``ParameterStorage.gather``."""
 
         def gather() -> None:
-            self._exchange.gather(own, self._packing, flat, label, differences=differences)
+            self._exchange.gather(own, self._packing, flat, label)
+
+        return self._wire.run(gather, label, async_op=async_op)
+
+    def follow(
+        self, own: Array, flat: Array, label: str, *, async_op: bool, first: bool
+    ) -> Work | None:
+        """Have ``flat`` follow the shards of all ranks, by quantised differences.
+
+        Args:
+            own: this rank's shard.
+            flat: what all ranks have of all shards.
+            label: of the collective.
+            async_op: do not wait.
+            first: they do not have it yet: each has what is its own.
+        """
+        group = self._exchange.group
+
+        def gather() -> None:
+            if first:
+                start = own.size * group.rank
+                mine = flat[start : start + own.size]
+                all_gather(mine, group, out=flat, label=f"{label}, as it is")
+            self._exchange.gather(own, self._packing, flat, label, differences=True)
 
         return self._wire.run(gather, label, async_op=async_op)
 
