@@ -64,6 +64,7 @@ if TYPE_CHECKING:
     from fsdpcore.fsdp import optim
     from fsdpcore.fsdp.engine import FSDP
     from fsdpcore.fsdp.offload.offload import Offload
+    from fsdpcore.fsdp.outer_step import OuterStep
     from fsdpcore.fsdp.plan.estimate import MemoryEstimate, memory_estimate
     from fsdpcore.fsdp.plan.make_plan import make_plan
     from fsdpcore.fsdp.plan.plan import Plan
@@ -112,6 +113,7 @@ __all__ = [
     "MissingDependencyError",
     "NonFiniteGradientError",
     "Offload",
+    "OuterStep",
     "ParamTree",
     "PeerFailedError",
     "Plan",
@@ -178,6 +180,7 @@ _LATER = {
     "LossScale": "fsdp.units.precision",
     "MemoryEstimate": "fsdp.plan.estimate",
     "Offload": "fsdp.offload.offload",
+    "OuterStep": "fsdp.outer_step",
     "ParamTree": "fsdp.units.param_tree",
     "Plan": "fsdp.plan.plan",
     "Precision": "fsdp.units.precision",
