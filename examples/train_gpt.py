@@ -282,6 +282,11 @@ def learning_rate(options: Options) -> fc.optim.Schedule:
     return fc.optim.schedules.Cosine(options.lr, warmup, total, floor=options.lr / 10)
 
 
+def compression(width: Any) -> fc.Compression:
+    """Parameters and gradients as integers of as many bits."""
+    return fc.Compression(width, width)
+
+
 def main(backend: fc.Backend, options: Options) -> list[float]:
     """One rank's program; returns the losses of all steps."""
     keep_freed_memory()
@@ -432,7 +437,7 @@ def cli(
             resume=resume,
             precision=precision,
             virtual_ranks=virtual_ranks,
-            compression=None if compress is None else fc.Compression(compress, compress),
+            compression=None if compress is None else compression(compress),
             outer_every=outer_every,
             groups=groups,
         )

@@ -15,7 +15,7 @@ from fsdpcore.comm.backend import Backend
 from fsdpcore.compress.compression import Compression
 from fsdpcore.compress.exchange import Exchange
 from fsdpcore.compress.packing import Packing
-from fsdpcore.core.buffers import Array, bounds_of, byte_view, split_sizes
+from fsdpcore.core.buffers import Array, bounds_of, split_sizes
 from fsdpcore.core.checks import as_instance, as_int
 from fsdpcore.core.digests import hex_digest
 from fsdpcore.core.errors import ArgumentError, NonFiniteGradientError
@@ -128,7 +128,7 @@ class OuterStep:
             for number, unit in enumerate(trained)
         ]
         self.sends = sum(self._sends(each) for each in self._units)
-        begun = "".join(hex_digest(byte_view(each.params)) for each in self._units)
+        begun = "".join(hex_digest(each.params.tobytes()) for each in self._units)
         told = (repr((self.every, fragments, optimizer, compression)), begun)
         compare(
             groups,

@@ -13,6 +13,8 @@ from numpy.typing import NDArray
 from fsdpcore.core.compiling import Kernel, available, compiled
 from fsdpcore.core.errors import MissingDependencyError
 
+__all__ = ["Kernel", "adam", "amsgrad", "available", "require"]
+
 
 def require(optimizer: str) -> None:
     """Raise MissingDependencyError unless numba is installed, or CuPy, which does without."""
