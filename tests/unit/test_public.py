@@ -31,8 +31,8 @@ ERRORS = """
 MODULES = {
     "fsdpcore": f"""
         {OPERATIONS} {ERRORS}
-        ANY ArrayPiece Backend Batch BoxShard Capabilities Chain EngineState FSDP Layer LayerStack
-        LossScale MemoryEstimate Mesh MessageStatus Offload ParamTree Plan Precision Prefetch
+        ANY ArrayPiece Backend Batch BoxShard Capabilities Chain Compression EngineState FSDP Layer
+        LayerStack LossScale MemoryEstimate Mesh MessageStatus Offload OuterStep ParamTree Plan Precision Prefetch
         ReduceOp Report ShardedArray ShardedLayers Spec Step Strategy SubBackend Tied Unit UnitSize
         Work __version__ adapters checkpoint data dump_trace errors fully_shard init initializers
         launch
