@@ -112,16 +112,16 @@ class Compression:
             if self.exact is None:
                 exact = len(param.shape) < 2
             else:
-                exact = any(self.matches(pattern, unit, [param]) for pattern in self.exact)
+                exact = any(matching(pattern, unit, [param]) for pattern in self.exact)
             if exact:
                 found.append((param.offset, param.stop))
         return tuple(found)
 
-    @staticmethod
-    def matches(pattern: str, unit: str, params: Iterable[ParamRange]) -> int:
-        """Return how many parameters of a unit a pattern of ``exact`` matches."""
-        names = (f"{unit}.{param.name}" for param in params)
-        return sum(fnmatch.fnmatchcase(name, pattern) for name in names)
+
+def matching(pattern: str, unit: str, params: Iterable[ParamRange]) -> int:
+    """Return how many parameters of a unit a pattern of ``exact`` matches."""
+    names = (f"{unit}.{param.name}" for param in params)
+    return sum(fnmatch.fnmatchcase(name, pattern) for name in names)
 
 
 def _patterns(given: object) -> tuple[str, ...]:

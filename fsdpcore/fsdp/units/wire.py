@@ -13,7 +13,7 @@ import numpy as np
 
 from fsdpcore.collectives import all_gather, all_reduce, reduce_scatter
 from fsdpcore.comm.backend import Backend
-from fsdpcore.compress.compression import Compression
+from fsdpcore.compress.compression import Compression, matching
 from fsdpcore.compress.exchange import Exchange
 from fsdpcore.core.buffers import Array
 from fsdpcore.core.errors import ArgumentError
@@ -235,7 +235,7 @@ def check_units(compression: Compression, units: Iterable[Any], *, on_host: bool
                 f"{dtypes.param} and reduced in {dtypes.grad}; leave precision as it is"
             )
         for pattern in patterns:
-            patterns[pattern] += compression.matches(pattern, unit.name, unit.layout.params)
+            patterns[pattern] += matching(pattern, unit.name, unit.layout.params)
     for pattern, count in patterns.items():
         if not count:
             raise ArgumentError(
