@@ -14,10 +14,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate
+from typing import Any
 
 import numpy as np
 
-from fsdpcore.collectives import all_gather_v, all_to_all_v
+from fsdpcore.collectives import all_gather, all_gather_v, all_to_all, all_to_all_v
+from fsdpcore.collectives.selection.table import ALGORITHMS
 from fsdpcore.comm.backend import Backend
 from fsdpcore.compress.packing import Chunk, Packing
 from fsdpcore.compress.quantiser import Bytes, Floats, Format, Quantiser
@@ -30,10 +32,13 @@ class Exchange:
     Args:
         group: the ranks; chunk r of a packing is that of rank r.
         form: how what is quantised travels.
+        algorithm: of the collectives, where they have it.
     """
 
-    def __init__(self, group: Backend, form: Format) -> None:
+    def __init__(self, group: Backend, form: Format, algorithm: str = "auto") -> None:
         self.group = group
+        self._gathering = _known(algorithm, "all_gather")
+        self._exchanging = _known(algorithm, "all_to_all")
         self.form = form
         self._quantiser = Quantiser(form)
         self._tile = self._quantiser.tile
@@ -80,7 +85,11 @@ class Exchange:
             self._pack(flat[here], chunk, part, error=None if error is None else error[here])
         arriving = [mine.nbytes] * len(counts)
         received = self._room("received", sum(arriving))
-        all_to_all_v(sent, self.group, counts, recv_counts=arriving, out=received, label=label)
+        options: dict[str, Any] = {"algorithm": self._exchanging, "label": label}
+        if packing.even:
+            all_to_all(sent, self.group, out=received, **options)
+        else:
+            all_to_all_v(sent, self.group, counts, recv_counts=arriving, out=received, **options)
         self._add_up(_cut(received, arriving), mine, own)
 
     def reduce(
@@ -116,7 +125,8 @@ class Exchange:
     ) -> None:
         counts = packing.counts
         received = self._room("received", sum(counts))
-        all_gather_v(packed, self.group, out=received, label=label)
+        gathering = all_gather if packing.even else all_gather_v
+        gathering(packed, self.group, out=received, algorithm=self._gathering, label=label)
         for chunk, part in zip(packing.chunks, _cut(received, counts), strict=True):
             out = flat[chunk.start : chunk.stop]
             self._add_up([part], chunk, out, add=differences)
@@ -199,6 +209,10 @@ class Exchange:
             if not direct:
                 _put(target, out, places)
         out[chunk.end - chunk.start :] = 0
+
+
+def _known(algorithm: str, collective: str) -> str:
+    return algorithm if algorithm in ALGORITHMS[collective] else "auto"
 
 
 def _cut(joined: Bytes, counts: Sequence[int]) -> list[Bytes]:

@@ -80,6 +80,11 @@ class Packing:
         """
         return cls(tuple(_chunk(*each, size, exact, form) for each in pairwise(bounds)))
 
+    @cached_property
+    def even(self) -> bool:
+        """Whether all chunks take as many bytes, so that no rank has to tell how many."""
+        return len(set(self.counts)) <= 1
+
     @property
     def counts(self) -> list[int]:
         """Bytes of each chunk."""

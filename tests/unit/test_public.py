@@ -33,7 +33,8 @@ MODULES = {
         {OPERATIONS} {ERRORS}
         ANY ArrayPiece Backend Batch BoxShard Capabilities Chain Compression EngineState FSDP Layer
         LayerStack LossScale MemoryEstimate Mesh MessageStatus Offload OuterStep ParamTree Plan
-        Precision Prefetch ReduceOp Report ShardedArray ShardedLayers Spec Step Strategy SubBackend Tied Unit UnitSize
+        Precision Prefetch ReduceOp Report ShardedArray ShardedLayers Spec Step Strategy SubBackend
+        Tied Unit UnitSize
         Work __version__ adapters checkpoint data dump_trace errors fully_shard init initializers
         launch
         make_plan memory_estimate optim parallel train_step wait_all wait_any

@@ -63,7 +63,7 @@ def make_model(
     tree = LeafTree(options.virtual_ranks or backend.world_size)
     leaves = Leaves(tree, placement, backend.rank, virtual)
     shards, block = groups.shards.world_size, LEAF_BLOCK if virtual else 1
-    wire = None if compression is None else Wire(compression, groups)
+    wire = None if compression is None else Wire(compression, groups, options.algorithm)
     lags = wire is not None and wire.travel.lags
     sharded = tuple(
         ShardedUnit(unit, options.precision, shards, block, lags=lags) for unit in units

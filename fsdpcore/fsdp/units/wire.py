@@ -32,12 +32,13 @@ class Wire:
     Args:
         compression: as given.
         groups: of the engine.
+        algorithm: of its collectives.
 
     Attributes:
         travel: what is quantised.
     """
 
-    def __init__(self, compression: Compression, groups: ProcessGroups) -> None:
+    def __init__(self, compression: Compression, groups: ProcessGroups, algorithm: str) -> None:
         self.travel = Travel(
             compression,
             groups.placement,
@@ -51,15 +52,17 @@ class Wire:
         gathers, reduces = compression.gathers, compression.reduces
         self.gathering: Exchange | None = None
         if gathers is not None and travel.gathers:
-            self.gathering = Exchange(groups.apart(groups.shards), gathers)
+            self.gathering = Exchange(groups.apart(groups.shards), gathers, algorithm)
         self.first = self.second = first
         self.summing: Exchange | None = None
         self.spreading: Exchange | None = None
         if reduces is not None and travel.reduces:
             self.first = groups.apart(first)
             self.second = groups.apart(groups.replicas)
-            self.summing = Exchange(self.first, reduces) if travel.sums else None
-            self.spreading = Exchange(self.second, reduces) if travel.spreads else None
+            if travel.sums:
+                self.summing = Exchange(self.first, reduces, algorithm)
+            if travel.spreads:
+                self.spreading = Exchange(self.second, reduces, algorithm)
 
     def run(self, task: Callable[[], None], label: str, *, async_op: bool) -> Work | None:
         """Have a task done behind those that were begun before."""
