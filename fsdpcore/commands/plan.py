@@ -151,7 +151,9 @@ class _Answer:
         if limit is not None and best is None:
             helps = changes(training, closest.strategy, limit)
         widths: tuple[Width | None, ...] = (None, *get_args(Width)) if linked else ()
-        ways = {each or "float32": training.compressed(each).plan(wanted) for each in widths}
+        ways: dict[str, Plan] = {
+            each or "float32": training.compressed(each).plan(wanted) for each in widths
+        }
         return cls(plan, others, limit, best, closest, helps, ways)
 
     @property

@@ -13,9 +13,6 @@ from numpy.typing import NDArray
 
 from fsdpcore.core.compiling import Kernel, compiled
 
-TILE = 31 * 256
-"""Elements of a tile, which stays in the first-level cache."""
-
 
 @functools.cache
 def encode() -> Kernel:
@@ -42,51 +39,47 @@ def _encode(
     high: Any,
     size: Any,
 ) -> None:
-    # The loops over columns are what the compiler vectorises: each column of work is a block.
     count, block = values.shape
-    for i in range(block):
-        sign = signs[i] if rotation else signs[i] * signs[i]
-        for j in range(count):
-            work[i, j] = values[j, i] * sign
-    if rotation:
-        height = 1
-        while height < block:
-            for first in range(0, block, 2 * height):
-                for i in range(first, first + height):
-                    for j in range(count):
-                        one = work[i, j]
-                        other = work[i + height, j]
-                        work[i, j] = one + other
-                        work[i + height, j] = one - other
-            height *= 2
-    for j in range(count):
-        scales[j] = 0
-    for i in range(block):
-        for j in range(count):
-            value = abs(work[i, j])
-            # What is nan stays: nothing is larger, and a nan is taken in any case.
-            if value > scales[j] or value != value:
-                scales[j] = value
-    largest = scales.copy()
-    for j in range(count):
-        scales[j] = min(max(largest[j] / top, low), high)
-        if not np.isfinite(largest[j]):
-            scales[j] = 1
-            for i in range(block):
-                work[i, j] = 1
     half = block // 2
-    for i in range(half if four else block):
-        for j in range(count):
-            code = np.int32(np.rint(work[i, j] / scales[j]))
-            if four:
-                upper = np.int32(np.rint(work[i + half, j] / scales[j]))
-                code = (code & 15) | (upper << 4)
-            codes[j, i] = np.uint8(code & 255)
+    found = scales.view(np.int32)
+    now, then = work[0], work[1]
     for j in range(count):
-        if not np.isfinite(largest[j]):
-            scales[j] = np.inf if largest[j] > 0 else np.nan
-        elif rotation:
-            scales[j] = scales[j] / size
+        if rotation:
+            for i in range(block):
+                now[i] = values[j, i] * signs[i]
+            # Neighbours are added and subtracted; sums go to the first half, differences to the
+            # second. After as many passes as an index has bits, all are back in their order.
+            width = block
+            while width > 1:
+                for i in range(half):
+                    then[i] = now[2 * i] + now[2 * i + 1]
+                    then[i + half] = now[2 * i] - now[2 * i + 1]
+                now, then = then, now
+                width //= 2
+        else:
+            for i in range(block):
+                now[i] = values[j, i]
+        # As integers, the bits of numbers without sign are in order, and nan is the largest.
+        bits = now.view(np.int32)
+        largest = np.int32(0)
+        for i in range(block):
+            largest = max(largest, bits[i] & np.int32(0x7FFFFFFF))
+        if largest >= np.int32(0x7F800000):
+            scales[j] = np.inf if largest == np.int32(0x7F800000) else np.nan
+            codes[j, :] = 17 if four else 1
+            continue
+        found[j] = largest
+        scale = min(max(scales[j] / top, low), high)
+        scales[j] = scale / size if rotation else scale
+        for i in range(block):
+            now[i] = np.rint(now[i] / scale)
+        if four:
+            for i in range(half):
+                lower, upper = np.int32(now[i]), np.int32(now[i + half])
+                codes[j, i] = np.uint8((lower & 15) | ((upper & 15) << 4))
+        else:
+            for i in range(block):
+                codes[j, i] = np.uint8(np.int32(now[i]) & 255)
 
 
 def _decode(
@@ -100,26 +93,27 @@ def _decode(
 ) -> None:
     count, block = out.shape
     half = block // 2
-    for i in range(half if four else block):
-        for j in range(count):
-            code = np.int32(codes[j, i])
-            if four:
-                work[i, j] = np.float32(((code & 15) ^ 8) - 8) * scales[j]
-                work[i + half, j] = np.float32(((code >> 4) ^ 8) - 8) * scales[j]
-            else:
-                work[i, j] = np.float32((code ^ 128) - 128) * scales[j]
-    if rotation:
-        height = 1
-        while height < block:
-            for first in range(0, block, 2 * height):
-                for i in range(first, first + height):
-                    for j in range(count):
-                        one = work[i, j]
-                        other = work[i + height, j]
-                        work[i, j] = one + other
-                        work[i + height, j] = one - other
-            height *= 2
-    for i in range(block):
-        sign = signs[i] if rotation else signs[i] * signs[i]
-        for j in range(count):
-            out[j, i] = work[i, j] * sign
+    now, then = work[0], work[1]
+    for j in range(count):
+        scale = scales[j]
+        if four:
+            for i in range(half):
+                code = np.int32(codes[j, i])
+                now[i] = np.float32(((code & 15) ^ 8) - 8) * scale
+                now[i + half] = np.float32(((code >> 4) ^ 8) - 8) * scale
+        else:
+            for i in range(block):
+                now[i] = np.float32((np.int32(codes[j, i]) ^ 128) - 128) * scale
+        if not rotation:
+            for i in range(block):
+                out[j, i] = now[i]
+            continue
+        width = block
+        while width > 1:
+            for i in range(half):
+                then[i] = now[2 * i] + now[2 * i + 1]
+                then[i + half] = now[2 * i] - now[2 * i + 1]
+            now, then = then, now
+            width //= 2
+        for i in range(block):
+            out[j, i] = now[i] * signs[i]

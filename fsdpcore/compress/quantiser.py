@@ -98,10 +98,11 @@ class Quantiser:
         self.form = form
         self._low, self._high = form.bounds
         self._compiled = compiling.available() if compiled is None else compiled
-        self.tile = max(1, (kernels.TILE if self._compiled else TILE) // form.block) * form.block
+        self.tile = max(1, TILE // form.block) * form.block
         self._padded = np.empty(self.tile, np.float32)
         self._work = np.empty((2, self.tile), np.float32)
         self._codes = np.empty((2, self.tile), np.int8)
+        self._rows = np.empty((2, form.block), np.float32)
 
     def encode(self, values: Floats, packed: Bytes, start: int = 0) -> None:
         """Write values ``[start, start + values.size)`` of those that ``packed`` has room for.
@@ -162,10 +163,10 @@ class Quantiser:
     def _encode(self, values: Floats, scales: Floats, codes: Bytes) -> None:
         form, count = self.form, scales.size
         if self._compiled:
-            limits = (np.float32(form.top), self._low, self._high, np.float32(form.block))
             kernels.encode()(
-                *(values.reshape(count, form.block), scales, codes, self._columns_of(count)),
-                *(form.signs, form.rotation, form.bits == 4, *limits),
+                *(values.reshape(count, form.block), scales, codes, self._rows),
+                *(form.signs, form.rotation, form.bits == 4),
+                *(np.float32(form.top), self._low, self._high, np.float32(form.block)),
             )
             return
         work, other = (self._columns(memory, count) for memory in self._work)
@@ -197,15 +198,11 @@ class Quantiser:
             np.bitwise_or(integers, lower, out=integers)
         codes[:] = integers.T.view(np.uint8)
 
-    def _columns_of(self, count: int) -> Floats:
-        columns: Floats = self._columns(self._work[0], count)
-        return columns
-
     def _decode(self, scales: Floats, codes: Bytes, out: Floats) -> None:
         form, count = self.form, scales.size
         if self._compiled:
             kernels.decode()(
-                *(scales, codes, out.reshape(count, form.block), self._columns_of(count)),
+                *(scales, codes, out.reshape(count, form.block), self._rows),
                 *(form.signs, form.rotation, form.bits == 4),
             )
             return
