@@ -143,7 +143,7 @@ class FlatParameter:
             received: a copy of ``received`` from before; if that was written, too, it stays.
         """
         self.storage.rewritten()
-        written = received is not None and not np.array_equal(received, self.storage.own)
+        written = received is not None and not _same(received, self.storage.own)
         if self.mixed and not written:
             self._device.assign(self.storage.own, self.master)
 
@@ -175,3 +175,7 @@ def lay_out(
         kept = dtypes.param if dtype == dtypes.master else dtype
         found.append(FlatParameter(unit.name, group, (kept, kept), shards, block))
     return tuple(found)
+
+
+def _same(one: Array, other: Array) -> bool:
+    return bool(np.array_equal(one, other, equal_nan=True))
