@@ -8,6 +8,7 @@
     python examples/train_gpt.py --precision bf16         # mixed precision; made for GPUs
     python examples/train_gpt.py --compress int8          # over slow links: a quarter of the bytes
     python examples/train_gpt.py --compress int4 --outer-every 50   # groups that meet rarely
+    fsdpcore run --elastic -n 1:4 examples/train_gpt.py --virtual-ranks 8   # ranks come and go
 
 Model and gradients are plain NumPy (gpt_model.py), or CuPy where the ranks have GPUs. What makes it
 distributed is in ``Trainer``: the engine takes over the layers' parameters, and each rank computes
@@ -226,8 +227,12 @@ class History:
     validation: list[list[float]]  # pairs of a step and a loss
 
     @classmethod
-    def begin(cls, trainer: Trainer) -> History:
-        """Go on from the newest checkpoint if that is wanted and there is one, else begin."""
+    def begin(cls, trainer: Trainer, job: fc.elastic.Job) -> History:
+        """Go on from where the ranks were, or from a checkpoint if that is wanted, else begin."""
+        state = job.restore({"engine": trainer.engine, "losses": [], "validation": []})
+        history = cls(state["losses"], state["validation"])
+        if job.commits:
+            return history
         folder = trainer.folder
         there = fc.checkpoint.steps(folder) if folder is not None else []
         if there and not trainer.options.resume:
@@ -242,8 +247,11 @@ class History:
                 say(trainer.backend, f"no checkpoint in {folder}: training begins anew")
             else:
                 say(trainer.backend, f"resumed after step {loaded.step} from {folder}")
-                return cls(**loaded.extra)
-        return cls([], [[0, trainer.evaluate()]])
+                history.losses += loaded.extra["losses"]
+                history.validation += loaded.extra["validation"]
+                return history
+        history.validation.append([0, trainer.evaluate()])
+        return history
 
     def extra(self) -> dict[str, Any]:
         """As it goes into a checkpoint."""
@@ -287,12 +295,24 @@ def compression(width: Any) -> fc.Compression:
     return fc.Compression(width, width)
 
 
-def main(backend: fc.Backend, options: Options) -> list[float]:
-    """One rank's program; returns the losses of all steps."""
+@fc.elastic.run
+def main(job: fc.elastic.Job, options: Options) -> list[float]:
+    """One rank's program; returns the losses of all steps.
+
+    Where ranks come and go it is called again, and goes on from the last commit.
+    """
     keep_freed_memory()
+    backend = job.backend
+    if job.elastic and options.outer_every is not None:
+        raise fc.ArgumentError(
+            "--outer-every has groups that train apart, each with parameters of its own, and "
+            "--elastic keeps one engine of all ranks; leave one of them out"
+        )
     trainer = Trainer(backend, options)
+    if job.generation > 1:
+        say(backend, f"generation {job.generation}: {backend.world_size} ranks ({job.reason})")
     memory = show_memory(trainer)
-    history = History.begin(trainer)
+    history = History.begin(trainer, job)
     first = trainer.engine.steps
     if first >= options.steps:
         say(backend, f"nothing is left to do of {options.steps} steps")
@@ -305,6 +325,7 @@ def main(backend: fc.Backend, options: Options) -> list[float]:
             if done % options.evaluate_every == 0 or done == options.steps:
                 history.validation.append([done, trainer.evaluate()])
             save(done, history)
+            job.commit()
             tokens = (done - first) * options.batch * options.model.context
             rate = tokens / (backend.clock.now() - start)
             show(done, history.losses[-1], history.validation[-1][1], rate, memory)

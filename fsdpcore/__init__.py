@@ -35,6 +35,7 @@ from fsdpcore.core.errors import (
     CommunicationError,
     ConfigError,
     CorruptCheckpointError,
+    ElasticError,
     FsdpcoreError,
     MismatchError,
     MissingDependencyError,
@@ -55,7 +56,7 @@ from fsdpcore.core.work import Work
 from fsdpcore.launch.launch import init, launch
 
 if TYPE_CHECKING:
-    from fsdpcore import adapters, checkpoint, data, parallel
+    from fsdpcore import adapters, checkpoint, data, elastic, parallel
     from fsdpcore.adapters.fully_shard import ShardedLayers, fully_shard
     from fsdpcore.adapters.function import train_step
     from fsdpcore.adapters.layers import Chain, Layer, LayerStack
@@ -101,6 +102,7 @@ __all__ = [
     "Compression",
     "ConfigError",
     "CorruptCheckpointError",
+    "ElasticError",
     "EngineState",
     "FsdpcoreError",
     "Layer",
@@ -147,6 +149,7 @@ __all__ = [
     "coalesce",
     "data",
     "dump_trace",
+    "elastic",
     "errors",
     "fully_shard",
     "gather_object",
@@ -197,6 +200,7 @@ _LATER = {
     "adapters": "adapters",
     "checkpoint": "checkpoint",
     "data": "data",
+    "elastic": "elastic",
     "fully_shard": "adapters.fully_shard",
     "initializers": "fsdp.units.initializers",
     "make_plan": "fsdp.plan.make_plan",

@@ -21,7 +21,9 @@ OFFLOADS: dict[str, dict[str, Any]] = {
     "offload-ahead-0": {"what": "all", "ahead": 0},
     "offload-cached": {"what": "all", "evict": False},
 }
-VARIANTS = (WITHOUT, *OFFLOADS)
+VIRTUAL = "virtual-ranks"  # ours, with eight of them
+VIRTUAL_RANKS = 8
+VARIANTS = (WITHOUT, VIRTUAL, *OFFLOADS)
 PEERS = (PEER, *VARIANTS)
 ALONE = "compute only"
 
@@ -86,6 +88,7 @@ class Training:
         batch: sequences of all ranks together; random bytes, the same ones in every step.
         prefetch, setting: as in ``Exchange``.
         strategy, group: of our engine, and how many ranks share a copy, for those that ask.
+        virtual_ranks: of our engine; 0 without.
     """
 
     layers: int = 3
@@ -97,6 +100,7 @@ class Training:
     setting: str = ""
     strategy: str = "full_shard"
     group: int = 0
+    virtual_ranks: int = 0
 
     lr = 1e-3
     betas = (0.9, 0.95)

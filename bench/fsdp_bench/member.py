@@ -12,7 +12,17 @@ from gpt_model import keep_freed_memory
 from threadpoolctl import threadpool_limits
 
 import fsdpcore as fc
-from fsdp_bench.cases import ALONE, OFFLOADS, PEER, WITHOUT, Exchange, Training, from_order
+from fsdp_bench.cases import (
+    ALONE,
+    OFFLOADS,
+    PEER,
+    VIRTUAL,
+    VIRTUAL_RANKS,
+    WITHOUT,
+    Exchange,
+    Training,
+    from_order,
+)
 from fsdp_bench.exchange import OurExchange
 from fsdp_bench.job import StepJob
 from fsdp_bench.training import Alone, OurTraining
@@ -30,6 +40,8 @@ def _ours(backend: fc.Backend, options: Options) -> Member:
         case = from_order(order)
         if contestant == WITHOUT:
             case = replace(case, prefetch=0)
+        if contestant == VIRTUAL and isinstance(case, Training):
+            case = replace(case, virtual_ranks=VIRTUAL_RANKS)
         if isinstance(case, Exchange):
             return OurExchange(case, backend)
         keep_freed_memory()  # as the example does

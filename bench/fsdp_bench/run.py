@@ -20,6 +20,8 @@ from fsdp_bench.cases import (
     PEERS,
     SETTINGS,
     VARIANTS,
+    VIRTUAL,
+    VIRTUAL_RANKS,
     Case,
     Exchange,
     Training,
@@ -94,6 +96,7 @@ class StepRun:
         for case in self.cases:
             if isinstance(case, Training):
                 case.check_ranks(self.ranks)
+                case.check_ranks(VIRTUAL_RANKS if VIRTUAL in self.against else 1)
         options.check_writable(self.json, self.plot)
         if not self.directory.is_dir():
             raise ArgumentError(f"--dir {self.directory} is no directory")

@@ -108,20 +108,28 @@ class OurTraining(EngineJob):
             prefetch=case.prefetch,
             window=offload is None,
             offload=offload,
+            virtual_ranks=case.virtual_ranks or None,
         )
         super().__init__(backend, engine)
-        rows = case.rows(backend.rank, backend.world_size)
-        self._x, self._y = (self._xp.asarray(part) for part in rows)
+        shares = case.virtual_ranks or backend.world_size
+        self._rows = {
+            leaf: [self._xp.asarray(part) for part in case.rows(leaf, shares)]
+            for leaf in engine.leaves
+        }
 
     def step(self) -> Any:
-        """Forward, loss, backward, clipping, AdamW; the loss."""
+        """Forward, loss, backward, clipping, AdamW; the loss, the mean over virtual ranks."""
+        losses = []
         with self._engine.step() as step:
-            logits, saved = self._stack.forward(step, self._x)
-            with self._watch:
-                loss, dlogits = cross_entropy(logits, self._y, self._xp)
-            self._stack.backward(step, saved, dlogits)
+            for leaf in step.leaves():
+                x, y = self._rows[leaf]
+                logits, saved = self._stack.forward(step, x)
+                with self._watch:
+                    loss, dlogits = cross_entropy(logits, y, self._xp)
+                self._stack.backward(step, saved, dlogits)
+                losses.append(loss)
             step.update(clip=self._case.clip)
-        return loss
+        return sum(losses) / len(losses)
 
     def split(self, count: int) -> list[float]:
         """Make steps; their seconds, and those inside layers, loss and AdamW."""

@@ -31,6 +31,7 @@ from fsdpcore.diagnostics.status import CallAnswer, Group, Status
 # unless their host is so busy that they do not run for a while; only who is gone costs all of it.
 QUERY_SECONDS = 2.0
 _MAX_TAGS = 8
+_LEFT = "has left the job"
 
 _alive: weakref.WeakSet[Job] = weakref.WeakSet()
 
@@ -237,17 +238,18 @@ class Job(ABC):
             error.pair is not None or error.rank not in (rank, self.rank)
         ):
             text = f"{error} (reported by rank {rank})"
-            self.fail(PeerFailedError(text, error.rank, pair=error.pair))
+            self.fail(PeerFailedError(text, error.rank, pair=error.pair, said=error.said))
         else:
-            self.fail(PeerFailedError(f"rank {rank} failed: {error}", rank))
+            self.fail(PeerFailedError(f"rank {rank} failed: {error}", rank, said=True))
 
-    def missed(self, rank: int, how: str = "has left the job") -> PeerFailedError:
+    def missed(self, rank: int, how: str = _LEFT) -> PeerFailedError:
         """The error of this rank, which needs another that is gone: who, why, and for what."""
+        said = how == _LEFT
         if self.has_returned(rank):
             how += f" (it has returned from {self.recorder.program})"
         if waits := self.recorder.waits():
             how += f" while rank {self.rank} waits in {waits}"
-        return PeerFailedError(f"rank {rank} {how}", rank)
+        return PeerFailedError(f"rank {rank} {how}", rank, said=said)
 
     def abort(self, reason: str) -> None:
         """Break the whole job at once; see ``Backend.abort``."""
@@ -275,7 +277,7 @@ class Job(ABC):
 
     def new_executor(self, name: str) -> OrderedExecutor:
         """Make a thread for the asynchronous operations of a group; ``close`` ends it."""
-        executor = OrderedExecutor(name, clock=self.clock)
+        executor = OrderedExecutor(name, clock=self.clock, waited=self.recorder.waited)
         self._executors.append(executor)
         return executor
 

@@ -85,11 +85,14 @@ class MessageWork(Work):
     def wait_until(self, deadline: Deadline) -> Any:
         """Do as ``wait``, with a deadline that other messages may have, too."""
         self._entry.waiting = True
+        start = 0 if self._pending.finished else self._clock.nanoseconds()
         try:
             if not self._pending.join(deadline.remaining()):
                 raise self._timed_out(deadline.seconds)
         finally:
             self._entry.waiting = False
+            if start:
+                self._job.recorder.waited(start)
             self.done()
         if self._deliver is not None:  # once: the caller may have changed the array since
             self._value = self._deliver(self._pending)

@@ -53,6 +53,7 @@ def failure_as_json(error: CommunicationError, limit: int) -> dict[str, Any]:
     if isinstance(error, PeerFailedError) and error.rank is not None:
         content["rank"] = error.rank
         content["pair"] = error.pair
+        content["said"] = error.said
     return content
 
 
@@ -69,7 +70,7 @@ def failure_from_json(content: Mapping[str, Any], world_size: int) -> Communicat
             and all(_is_rank(rank, world_size) for rank in pair)
         ):
             return PeerFailedError(reason, culprit, pair=(pair[0], pair[1]))
-        return PeerFailedError(reason, culprit)
+        return PeerFailedError(reason, culprit, said=content.get("said") is True)
     return CommunicationError(reason)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 # The launcher of a place that no launcher's variables name.
@@ -27,6 +28,8 @@ class RankPlace:
         local_known: the launcher says which ranks share a host.
         ranks_per_host: what a launcher that runs on each host was told about all of them, as in
             "2,4"; empty where one launcher starts all ranks.
+        given_up: asked while the ranks meet: says why this one is not to go on with that, and ""
+            as long as it is.
     """
 
     rank: int
@@ -41,3 +44,4 @@ class RankPlace:
     job: str = ""
     local_known: bool = True
     ranks_per_host: str = ""
+    given_up: Callable[[], str] | None = field(default=None, repr=False, compare=False)

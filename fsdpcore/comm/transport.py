@@ -12,12 +12,14 @@ import functools
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
+from fsdpcore.comm.agents import AgentLinks
 from fsdpcore.comm.backend import Backend
 from fsdpcore.comm.config import TransportConfig
 from fsdpcore.comm.job import Job
 from fsdpcore.comm.place import RankPlace
 from fsdpcore.core.algorithm import Algorithm
 from fsdpcore.core.capabilities import Capabilities
+from fsdpcore.core.errors import UnsupportedError
 from fsdpcore.core.policy import Policy
 from fsdpcore.diagnostics.status import WORLD_CHANNEL, Group
 
@@ -35,6 +37,7 @@ class Transport(Job, Backend):
         ranks_are_threads: ``launch`` starts the ranks as threads, through ``threads``; otherwise
             as processes, each of which calls ``join``.
         needs_launcher: its ranks are processes that a launcher of its own starts, such as mpirun.
+        not_elastic: why its ranks, as processes, cannot come and go while a job runs.
         takes_address: its URLs may name ``HOST:PORT``.
         options: a frozen dataclass with the options of this transport's URLs and their defaults;
             fields of type int, float, bool and str can be given as text.
@@ -45,6 +48,7 @@ class Transport(Job, Backend):
 
     ranks_are_threads: ClassVar[bool] = False
     needs_launcher: ClassVar[bool] = False
+    not_elastic: ClassVar[str] = "it lacks what their agents need"
     takes_address: ClassVar[bool] = False
     options: ClassVar[type[Any]]
     transport_capabilities: Capabilities
@@ -87,6 +91,28 @@ class Transport(Job, Backend):
         Raises:
             ConfigError: says why.
         """
+
+    @classmethod
+    def link_agents(
+        cls, address: tuple[str, int], token: str, config: TransportConfig
+    ) -> AgentLinks:
+        """Let an agent of an elastic job, one whose ranks come and go, listen for the others.
+
+        Args:
+            address: where to listen; port 0 takes a free one.
+            token: the secret of the job.
+            config: of its ranks.
+
+        Raises:
+            UnsupportedError: ranks of this transport can't come and go.
+            ConfigError: the job needs a secret.
+            RendezvousError: the address cannot be listened at.
+        """
+        scheme = cls.transport_capabilities.transport
+        raise UnsupportedError(
+            f"--elastic: ranks of transport {scheme!r} cannot come and go while a job runs: "
+            f"{cls.not_elastic}; use another transport, such as zmq"
+        )
 
     @classmethod
     def join(cls, place: RankPlace, config: TransportConfig) -> Transport:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 from collections.abc import Sequence
@@ -12,14 +13,18 @@ import typer
 
 from fsdpcore.bench.harness.usage import one_line
 from fsdpcore.commands.shares import (
+    ElasticOptions,
     RunOptions,
+    elastic_share,
     hosts_orders,
     node_share,
+    parse_ranks,
     variables_for_hosts,
     warn_of_one_host,
     whole_job,
 )
 from fsdpcore.core.errors import ConfigError
+from fsdpcore.elastic.host import Label, run_host
 from fsdpcore.launch.config import PREFIX, resolve
 from fsdpcore.launch.run.endings import ScriptExit
 from fsdpcore.launch.run.hosts import HostShare, host_of, parse_hosts
@@ -29,6 +34,7 @@ from fsdpcore.launch.run.scripts import run_script, script_command
 
 _HOSTS = "Several hosts, from one of them"
 _NODES = "Several hosts, started on each"
+_ELASTIC = "Ranks that come and go"
 _OUTPUT = "Output"
 
 
@@ -39,7 +45,13 @@ def run(
         typer.Argument(help="Passed on to the script; our own options come before it."),
     ] = None,
     ranks: Annotated[
-        int | None, typer.Option("-n", "--ranks", help="Number of ranks, on all hosts together.")
+        str | None,
+        typer.Option(
+            "-n",
+            "--ranks",
+            metavar="N",
+            help="Number of ranks, on all hosts together; with --elastic also MIN:MAX.",
+        ),
     ] = None,
     transport: Annotated[
         str | None, typer.Option("--transport", help="Scheme or URL, such as sim or zmq.")
@@ -111,8 +123,48 @@ def run(
         typer.Option(
             metavar="N[,N...]",
             help="Ranks of each host; one number for each, as in 2,4, where they differ. The same "
-            "on all hosts.",
+            "on all hosts. With --join: of this host.",
             rich_help_panel=_NODES,
+        ),
+    ] = None,
+    elastic: Annotated[
+        bool,
+        typer.Option(
+            "--elastic",
+            help="Go on when ranks are lost, and when others come: for scripts with "
+            "@fc.elastic.run.",
+            rich_help_panel=_ELASTIC,
+        ),
+    ] = False,
+    join: Annotated[
+        str | None,
+        typer.Option(
+            metavar="HOST:PORT[,...]",
+            help="Join an elastic job that runs, at any of its hosts.",
+            rich_help_panel=_ELASTIC,
+        ),
+    ] = None,
+    restarts: Annotated[
+        int | None,
+        typer.Option(
+            help="Start again what dies on this host, up to so many times.",
+            rich_help_panel=_ELASTIC,
+        ),
+    ] = None,
+    lost_after: Annotated[
+        float | None,
+        typer.Option(
+            help="Seconds of silence after which another host is lost; 10 by default. The same on "
+            "all hosts.",
+            rich_help_panel=_ELASTIC,
+        ),
+    ] = None,
+    witness: Annotated[
+        Path | None,
+        typer.Option(
+            help="File on a disk that all hosts share, by which one half of the ranks may go on "
+            "without the other. The same on all hosts.",
+            rich_help_panel=_ELASTIC,
         ),
     ] = None,
     prefix: Annotated[
@@ -126,8 +178,8 @@ def run(
     log_dir: Annotated[
         Path | None,
         typer.Option(
-            help="Folder where what rank K prints goes to rank_K.log; only why the job failed is "
-            "shown.",
+            help="Folder where what rank K prints goes to rank_K.log, with --elastic what process "
+            "K of a host prints to HOST_PORT_K.log; only why the job failed is shown.",
             rich_help_panel=_OUTPUT,
         ),
     ] = None,
@@ -135,7 +187,8 @@ def run(
     """Run a script on every rank.
 
     Settings that are not given are taken from FSDPCORE_* variables, then from fsdpcore.toml. The
-    first rank that fails ends the others, and its exit code is that of this command.
+    first rank that fails ends the others, and its exit code is that of this command; with --elastic
+    the others go on.
     """
     settings = {
         "timeout": timeout,
@@ -145,18 +198,39 @@ def run(
         "trace": str(Path(trace).absolute()) if trace else None,
     }
     with one_line():
-        if ranks is not None and ranks < 1:
-            raise ConfigError(f"the number of ranks (-n) must be at least 1, got {ranks}")
-        options = RunOptions(ranks, hosts, launcher, env or [], address, nodes, node_rank, per_node)
+        least, most = parse_ranks(ranks, elastic=elastic)
+        options = RunOptions(
+            least,
+            most,
+            hosts,
+            launcher,
+            env or [],
+            address,
+            nodes,
+            node_rank,
+            per_node,
+            ElasticOptions(elastic, join, restarts, lost_after, witness),
+        )
         options.check()
         command = script_command(script, arguments or [], module=module)
-        given = {"transport": transport, "world_size": ranks, **settings}
+        given = {"transport": transport, "world_size": options.ranks, **settings}
         config = resolve(given, os.environ, Path.cwd(), default_transport="zmq")
         environ = dict(os.environ)
         for name, value in settings.items():
             if value is not None:
                 environ[PREFIX + name.upper()] = str(value)
-        if hosts is not None:
+        if hosts is None and nodes is None and not config.world_size:
+            _refuse_behind(script, arguments or [])
+        if elastic:
+            ending = run_host(
+                command,
+                config,
+                environ,
+                elastic_share(config, options),
+                functools.partial(_elastic_output, log_dir, prefix),
+                _say,
+            )
+        elif hosts is not None:
             parts = parse_hosts(hosts, config.world_size or None)
             variables = variables_for_hosts(config, environ, options)
             orders = hosts_orders(
@@ -164,8 +238,6 @@ def run(
             )
             ending = run_hosts(parts, orders, launcher, _output(log_dir, prefix, parts))
         else:
-            if nodes is None and not config.world_size:
-                _refuse_behind(script, arguments or [])
             share = whole_job(config) if nodes is None else node_share(config, options)
             listening = None if nodes is not None else warn_of_one_host(config)
             output = _output(log_dir, prefix)
@@ -187,8 +259,12 @@ def _refuse_behind(script: str, arguments: Sequence[str]) -> None:
 def finish(ending: ScriptExit) -> NoReturn:
     """Say how a job ended, and end with its exit code."""
     if ending.message:
-        typer.echo(f"fsdpcore: {ending.message}", err=True)
+        _say(ending.message)
     raise typer.Exit(ending.code)
+
+
+def _say(line: str) -> None:
+    typer.echo(f"fsdpcore: {line}", err=True)
 
 
 @overload
@@ -215,3 +291,12 @@ def _output(
         label = None if prefix is False else lambda rank: f"{host_of(rank, hosts).address}:{rank}"
         return PrefixedOutput(label)
     return PrefixedOutput() if prefix else None
+
+
+def _elastic_output(
+    log_dir: Path | None, prefix: bool | None, label: Label, file: Label
+) -> RankOutput | None:
+    """Where the lines of processes go whose ranks change; see ``run_host``."""
+    if log_dir is not None:
+        return LoggedOutput(log_dir, file)
+    return PrefixedOutput(label) if prefix else None

@@ -5,15 +5,17 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import typer
 
 from fsdpcore import __version__
 from fsdpcore.core.errors import ConfigError
+from fsdpcore.elastic.host import LOST_AFTER, AgentShare
 from fsdpcore.launch import secret
 from fsdpcore.launch.addresses import is_loopback, join_address, parse_address
 from fsdpcore.launch.config import PREFIX, Config
-from fsdpcore.launch.endpoints import check_reachable
+from fsdpcore.launch.endpoints import check_reachable, own_address
 from fsdpcore.launch.environment import LAUNCH_VARIABLES
 from fsdpcore.launch.processes import LOOPBACK
 from fsdpcore.launch.run.agent import Order
@@ -22,9 +24,24 @@ from fsdpcore.launch.run.scripts import OTHER_HOSTS, JobShare
 
 
 @dataclass(frozen=True)
-class RunOptions:
-    """The options that say where the ranks are; None where one is not given."""
+class ElasticOptions:
+    """The options of elastic jobs; None where one is not given."""
 
+    wanted: bool
+    join: str | None
+    restarts: int | None
+    lost_after: float | None
+    witness: Path | None
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """The options that say where the ranks are; None where one is not given.
+
+    ``ranks`` is the most that an elastic job has, ``minimum`` the least.
+    """
+
+    minimum: int | None
     ranks: int | None
     hosts: str | None
     launcher: str | None
@@ -33,6 +50,7 @@ class RunOptions:
     nodes: int | None
     node_rank: int | None
     per_node: str | None
+    elastic: ElasticOptions
 
     def check(self) -> None:
         """Refuse options that do not go together.
@@ -44,15 +62,53 @@ class RunOptions:
             raise ConfigError(
                 "--hosts starts the ranks of all hosts, --nnodes those of this one; use one of them"
             )
+        elastic = self.elastic
+        wanted = elastic.wanted or None
+        if wanted and self.hosts is not None:
+            raise ConfigError(
+                "--hosts starts ranks that end together; for --elastic start this command on each "
+                "host, with --nnodes, --node-rank and --address, or with --join"
+            )
+        if elastic.join is not None and self.nodes is not None:
+            raise ConfigError(
+                "--nnodes says with how many hosts a job begins, --join that it has begun; use one "
+                "of them"
+            )
         for name, value, needed, there in (
             ("--launcher", self.launcher, "--hosts", self.hosts),
             ("--env", self.env or None, "--hosts", self.hosts),
             ("--node-rank", self.node_rank, "--nnodes", self.nodes),
-            ("--per-node", self.per_node, "--nnodes", self.nodes),
-            ("--address", self.address, "--hosts or --nnodes", self.hosts or self.nodes),
+            ("--per-node", self.per_node, "--nnodes", self.nodes or wanted),
+            ("--address", self.address, "--hosts or --nnodes", self.hosts or self.nodes or wanted),
+            ("--join", elastic.join, "--elastic", wanted),
+            ("--restarts", elastic.restarts, "--elastic", wanted),
+            ("--lost-after", elastic.lost_after, "--elastic", wanted),
+            ("--witness", elastic.witness, "--elastic", wanted),
         ):
             if value is not None and there is None:
                 raise ConfigError(f"{name} needs {needed}")
+
+
+def parse_ranks(text: str | None, *, elastic: bool) -> tuple[int | None, int | None]:
+    """Read ``-n``: the least and the most ranks, which are the same but in an elastic job.
+
+    Raises:
+        ConfigError: it is neither N nor, in an elastic job, MIN:MAX.
+    """
+    if text is None:
+        return None, None
+    least, colon, most = text.partition(":")
+    numbers = [item.strip() for item in ((least, most) if colon else (least, least))]
+    if not all(item.removeprefix("-").isdecimal() for item in numbers):
+        raise ConfigError(f"-n {text}: expected a number of ranks, or with --elastic MIN:MAX")
+    minimum, maximum = map(int, numbers)
+    if colon and not elastic:
+        raise ConfigError(f"-n {text}: only a job with --elastic has from {least} to {most} ranks")
+    if minimum < 1:
+        raise ConfigError(f"the number of ranks (-n) must be at least 1, got {minimum}")
+    if minimum > maximum:
+        raise ConfigError(f"-n {text}: the least number of ranks is above the most, {maximum}")
+    return minimum, maximum
 
 
 def whole_job(config: Config) -> JobShare:
@@ -110,6 +166,78 @@ def node_share(config: Config, options: RunOptions) -> JobShare:
     )
 
 
+def elastic_share(config: Config, options: RunOptions) -> AgentShare:
+    """What this host does in an elastic job: it founds it, comes to its founding, or joins it."""
+    most = config.world_size
+    if not most:
+        raise ConfigError(
+            "how many ranks? Say so with -n MIN:MAX, as in 'fsdpcore run --elastic -n 2:4 train.py'"
+        )
+    elastic = options.elastic
+    restarts, lost_after = elastic.restarts or 0, elastic.lost_after or LOST_AFTER
+    if restarts < 0:
+        raise ConfigError(f"--restarts must not be negative, got {restarts}")
+    if not 0.5 <= lost_after <= 3600:
+        raise ConfigError(f"--lost-after must be 0.5 to 3600 seconds, got {lost_after:g}")
+    given = secret.token(os.environ)
+    join: tuple[str, ...] = ()
+    founders, token = 1, given
+    if options.nodes is not None:
+        share = node_share(config, options)
+        count, founders = share.count, options.nodes
+        address = parse_address(share.address)
+        if options.node_rank:
+            join = (share.address,)
+            address = _joining_address(join)
+    else:
+        count = _count_here(config, options)
+        if elastic.join is not None:
+            join = tuple(item.strip() for item in elastic.join.split(","))
+            address = _address(config, options) if options.address else _joining_address(join)
+        else:
+            host, port = _address(config, options)
+            address, token = (host or LOOPBACK, port), given or secret.new_token()
+    return AgentShare(
+        options.minimum or most,
+        most,
+        count,
+        address,
+        founders,
+        join,
+        token,
+        token != given,
+        restarts,
+        lost_after,
+        "" if elastic.witness is None else str(elastic.witness),
+    )
+
+
+def _joining_address(join: Sequence[str]) -> tuple[str, int]:
+    """Where the agent of a host listens that joins a job.
+
+    At the port of those that it joins, if that is free: so one list names the hosts of a job,
+    however they come and go. But not where the only one that it joins does.
+    """
+    addresses = [parse_address(item) for item in join]
+    for host, port in addresses:
+        if not port:
+            raise ConfigError(f"--join: {host} needs the port of the agent, as in HOST:PORT")
+    own = own_address(*addresses[0]), addresses[0][1]
+    return (own[0], 0) if {*addresses} == {own} else own
+
+
+def _count_here(config: Config, options: RunOptions) -> int:
+    """How many ranks this host starts of an elastic job that it joins, or begins alone."""
+    text = options.per_node
+    if text is None:
+        if options.elastic.join is not None:
+            raise ConfigError("how many ranks come with this host? Say so with --per-node")
+        return config.world_size
+    if not text.strip().isdecimal() or not int(text):
+        raise ConfigError(f"--per-node {text}: expected the number of ranks of this host")
+    return int(text)
+
+
 def _counts(nodes: int, world_size: int, options: RunOptions) -> list[int]:
     """How many ranks each host runs."""
     text = options.per_node
@@ -126,7 +254,7 @@ def _counts(nodes: int, world_size: int, options: RunOptions) -> list[int]:
             f"--per-node {text}: expected a positive number, or one for each of {nodes} hosts"
         )
     counts = [int(item) for item in items] * (nodes if len(items) == 1 else 1)
-    if options.ranks not in (None, sum(counts)):
+    if not options.elastic.wanted and options.ranks not in (None, sum(counts)):
         raise ConfigError(f"-n {options.ranks} contradicts --per-node {text}: {sum(counts)} ranks")
     return counts
 

@@ -16,7 +16,8 @@
     │   ├── MismatchError                    ranks called different things
     │   ├── PeerFailedError                  another rank failed or is gone
     │   ├── ProtocolError                    bytes that no rank of this job would send
-    │   └── ClosedError                      the backend was closed
+    │   ├── ClosedError                      the backend was closed
+    │   └── ElasticError                     an elastic job does not go on
     ├── CheckpointError (RuntimeError)       a checkpoint could not be written or read
     │   ├── CorruptCheckpointError           it is not what was written, or was not finished
     │   └── CheckpointNotFoundError          there is none
@@ -26,7 +27,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 __all__ = [
     "ArgumentError",
@@ -37,6 +38,7 @@ __all__ = [
     "CommunicationError",
     "ConfigError",
     "CorruptCheckpointError",
+    "ElasticError",
     "FsdpcoreError",
     "MismatchError",
     "MissingDependencyError",
@@ -110,7 +112,14 @@ class CommunicationError(FsdpcoreError, RuntimeError):
 
 
 class RendezvousError(CommunicationError):
-    """The ranks did not find each other before the deadline, or disagree about the job."""
+    """The ranks did not find each other before the deadline, or disagree about the job.
+
+    ``ranks`` are those that did not come, or were lost meanwhile, where they are known.
+    """
+
+    def __init__(self, message: str, ranks: Iterable[int] = ()) -> None:
+        super().__init__(message)
+        self.ranks = tuple(ranks)
 
 
 class CommTimeoutError(CommunicationError, TimeoutError):
@@ -125,15 +134,22 @@ class PeerFailedError(CommunicationError):
     """Another rank failed, was lost or left while this rank still needed it.
 
     ``rank`` is that rank in the whole job. Where two ranks live but have lost each other, ``pair``
-    has both, and ``rank`` is the lower one.
+    has both, and ``rank`` is the lower one. ``said``: the rank itself has said that it fails or
+    leaves, so that its process lived then.
     """
 
     def __init__(
-        self, message: str, rank: int | None = None, *, pair: tuple[int, int] | None = None
+        self,
+        message: str,
+        rank: int | None = None,
+        *,
+        pair: tuple[int, int] | None = None,
+        said: bool = False,
     ) -> None:
         super().__init__(message)
         self.rank = rank
         self.pair = pair
+        self.said = said
 
 
 class ProtocolError(CommunicationError):
@@ -142,6 +158,10 @@ class ProtocolError(CommunicationError):
 
 class ClosedError(CommunicationError):
     """The backend was closed on this rank."""
+
+
+class ElasticError(CommunicationError):
+    """An elastic job does not go on, or not with this rank; the message says why."""
 
 
 class CheckpointError(FsdpcoreError, RuntimeError):

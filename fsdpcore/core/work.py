@@ -17,6 +17,7 @@ from fsdpcore.core.errors import (
     ClosedError,
     CommTimeoutError,
     CommunicationError,
+    RendezvousError,
     StateError,
     in_words,
 )
@@ -28,6 +29,8 @@ MAX_QUEUED = 1024
 MAX_QUEUED_BYTES = 1 << 30
 
 SLICE_SECONDS = Clock.slice_seconds
+# Between two looks whether something is still wanted.
+_LOOK_SECONDS = 0.02
 
 
 E = TypeVar("E", bound=BaseException)
@@ -41,9 +44,18 @@ def fresh(error: E) -> E:
 
 
 class Deadline:
-    """A point in time, on a clock, by which an operation must have ended."""
+    """A point in time, on a clock, by which an operation must have ended.
 
-    def __init__(self, seconds: float, clock: Clock = WALL) -> None:
+    Args:
+        seconds: from now.
+        clock: of the job.
+        given_up: says why nobody wants the operation any more, and "" as long as somebody does.
+            Whoever asks how much time is left gets a RendezvousError with that.
+    """
+
+    def __init__(
+        self, seconds: float, clock: Clock = WALL, given_up: Callable[[], str] | None = None
+    ) -> None:
         try:
             # NumPy's kinds of numbers become one that the system's calls take.
             number = float(seconds) if seconds >= 0 else math.nan
@@ -53,12 +65,24 @@ class Deadline:
             raise ArgumentError(f"timeout must be a number of seconds >= 0, got {seconds!r}")
         self.seconds = number
         self.clock = clock
+        self.given_up = given_up
         self._now = clock.now
         self._end = self._now() + number
 
     def remaining(self) -> float:
         """Seconds left, never negative."""
+        if self.given_up is not None and (why := self.given_up()):
+            raise RendezvousError(why)
         return max(0.0, self._end - self._now())
+
+    def patience(self) -> float:
+        """Seconds left; and no more than one may wait before it sees that nobody wants it."""
+        left = self.remaining()
+        return left if self.given_up is None else min(left, _LOOK_SECONDS)
+
+    def longer(self, seconds: float) -> Deadline:
+        """Return one that ends so many seconds later."""
+        return Deadline(self.remaining() + seconds, self.clock, self.given_up)
 
     def slice(self) -> float:
         """Seconds left, and no more than a thread may wait at a time."""
@@ -238,7 +262,9 @@ class TaskWork(Work):
         nbytes: int = 0,
         failures: Failures | None = None,
         clock: Clock = WALL,
+        waited: Callable[[int], None] | None = None,
     ) -> None:
+        self._waited = waited
         self._nbytes = nbytes
         self._task: Callable[[], Any] | None = task
         self._text = text
@@ -276,15 +302,21 @@ class TaskWork(Work):
         return self._text
 
     def wait(self, timeout: float | None = None) -> Any:
-        deadline = Deadline(math.inf if timeout is None else timeout, self._clock)
-        while not self._ended.settle(deadline.slice()):
-            if not deadline.remaining():
-                raise self._timed_out(deadline.seconds)
+        if not self._ended.finished:
+            self._settle(Deadline(math.inf if timeout is None else timeout, self._clock))
         if self._error is not None:
             self._failures.tell()
             error = self._error
             raise fresh(error) if isinstance(error, CommunicationError) else error
         return self._value
+
+    def _settle(self, deadline: Deadline) -> None:
+        start = self._clock.nanoseconds()
+        while not self._ended.settle(deadline.slice()):
+            if not deadline.remaining():
+                raise self._timed_out(deadline.seconds)
+        if self._waited is not None:
+            self._waited(start)
 
 
 class OrderedExecutor:
@@ -301,7 +333,9 @@ class OrderedExecutor:
         max_tasks: int = MAX_QUEUED,
         max_bytes: int = MAX_QUEUED_BYTES,
         clock: Clock = WALL,
+        waited: Callable[[int], None] | None = None,
     ) -> None:
+        self._waited = waited  # told when a thread has waited for a task, since when
         self._max_tasks = max_tasks
         self._max_bytes = max_bytes
         self._clock = clock
@@ -362,7 +396,7 @@ class OrderedExecutor:
             text: what it is, for errors.
             nbytes: memory that it holds until it has run, as told to ``make_room``.
         """
-        work = TaskWork(task, text, nbytes, self._failures, self._clock)
+        work = TaskWork(task, text, nbytes, self._failures, self._clock, self._waited)
         with self._lock:
             if self._closed:
                 work._fail(ClosedError(f"{text} was started after its backend was closed"))

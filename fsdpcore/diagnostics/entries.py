@@ -98,15 +98,27 @@ class OperationEntry:
         start, end: by the job's clock; ``end`` is 0 while it runs.
         failed: ``failed``, ``timed out``, or empty.
         error: why, where it has failed.
+        thread: that it began on.
     """
 
-    __slots__ = ("algorithm", "call", "end", "error", "failed", "group", "sequence", "start")
+    __slots__ = (
+        "algorithm",
+        "call",
+        "end",
+        "error",
+        "failed",
+        "group",
+        "sequence",
+        "start",
+        "thread",
+    )
 
     # No __init__: setting the fields from ``Recorder.begin`` takes two thirds of the time.
     sequence: int
     group: Group
     call: OperationRecord
     algorithm: str
+    thread: int
     start: int
     end: int
     failed: str

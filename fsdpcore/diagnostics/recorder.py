@@ -29,6 +29,7 @@ from fsdpcore.diagnostics.status import MAX_WAITS, CallAnswer, Group, Status
 from fsdpcore.diagnostics.trace_file import FORMAT, VERSION, file_name, write_json
 
 DEFAULT_SIZE = 1000
+_get_ident = threading.get_ident
 # A program that polls with short timeouts must not spend its time on writing.
 _SECONDS_BETWEEN_TIMEOUTS = 1.0
 _CLOSED = 64  # groups
@@ -101,6 +102,7 @@ class Recorder:
         self._started = time.time()
         self._now = rank.clock.nanoseconds
         self._thread = threading.get_ident()  # of the rank's program
+        self._waited = 0  # nanoseconds of that thread, in what ``waited`` was told
 
     def configure(self, directory: str, size: int = DEFAULT_SIZE) -> None:
         """Choose where ``save`` writes (nowhere, if empty) and how many operations are kept."""
@@ -144,6 +146,7 @@ class Recorder:
         entry.end = 0
         entry.failed = ""
         entry.algorithm = ""
+        entry.thread = _get_ident()
         order.begun = sequence
         entry.start = self._now()
         self._entries.append(entry)
@@ -170,13 +173,37 @@ class Recorder:
         entry.group = group
         entry.call = message
         entry.algorithm = ""
+        entry.thread = 0  # who starts it does not wait
         entry.end = 0
         entry.failed = ""
         entry.start = self._now()
         self._entries.append(entry)
         return entry
 
+    def waited(self, start: int) -> None:
+        """Note that a thread has waited since ``start`` for an operation that it had started."""
+        if _get_ident() == self._thread:
+            self._waited += self._now() - start
+
     # Reading.
+
+    def waited_since(self, time: int, noted: int) -> tuple[float, int]:
+        """For how many seconds the rank's program has waited in operations.
+
+        Args:
+            time: since then, by the job's clock in nanoseconds; as far as the operations are kept.
+            noted: what the last call has returned beside; 0 for the first.
+
+        Returns:
+            The seconds, and what the next call needs.
+        """
+        inside = sum(
+            entry.end - entry.start
+            for entry in self._kept()
+            if entry.thread == self._thread and entry.start >= time and entry.end
+        )
+        total = self._waited
+        return (inside + total - noted) * 1e-9, total
 
     def entries(self) -> list[OperationEntry]:
         """The last operations, in the order of their start."""

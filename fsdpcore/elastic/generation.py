@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,6 +66,21 @@ class Generation:
         """For every rank, the index of its host in ``hosts``."""
         numbers = {card.id: number for number, card in enumerate(self.hosts)}
         return tuple(numbers[seat.host] for seat in self.seats)
+
+    def place(self, rank: int, token: str = "") -> dict[str, Any]:
+        """What a rank is told of its place, as values of JSON; see ``channel.py``."""
+        numbers = self.host_numbers()
+        own = numbers[rank]
+        content = json.dumps(self.encode(), sort_keys=True)
+        return {
+            "rank": rank,
+            "world_size": len(numbers),
+            "local_rank": rank - numbers.index(own),
+            "local_world_size": numbers.count(own),
+            "meeting": self.hosts[numbers[0]].meeting,
+            "token": token,
+            "job": hashlib.sha256(content.encode()).hexdigest()[:32],
+        }
 
     def encode(self) -> dict[str, Any]:
         """As values of JSON."""

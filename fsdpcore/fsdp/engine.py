@@ -359,8 +359,9 @@ class FSDP(StateVerbs):
         hosts, and with shared memory once a step was made.
 
         Args:
-            microbatches: forward and backward passes before the update.
-            sync: "each" reduces in each of them; "last" in the last one, with ``no_sync`` before.
+            microbatches: forward and backward passes before the update, or of each virtual rank.
+            sync: "each" reduces in each of them; "last" in the last one, with ``no_sync`` before,
+                as always with virtual ranks.
             whole: all units are gathered at once, by ``Step.whole``.
             compute_seconds: of each unit's forward pass, in the order of the units; a backward pass
                 counts twice as long. For ``step_seconds`` and ``exposed_seconds`` of the plan.

@@ -71,6 +71,9 @@ _LAUNCHERS = (
     _TORCH._replace(name="whoever set RANK and WORLD_SIZE", also=()),
 )
 
+# Of ranks that come and go: the descriptor of their end of the way to their agent, and its inode.
+ELASTIC = "FSDPCORE_ELASTIC"
+
 # Set by ``fsdpcore run``. Who starts ranks in other ways may set them by hand, but for the
 # descriptors; FSDPCORE_RANK, FSDPCORE_WORLD_SIZE and FSDPCORE_RENDEZVOUS suffice on one host.
 LAUNCH_VARIABLES = (
@@ -83,6 +86,7 @@ LAUNCH_VARIABLES = (
     "FSDPCORE_RENDEZVOUS_FD",
     "FSDPCORE_REPORT_FD",
     "FSDPCORE_REPORT_FIFO",
+    ELASTIC,
     secret.TOKEN,
     secret.TOKEN_FILE,
     secret.JOB,

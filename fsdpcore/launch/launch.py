@@ -16,12 +16,18 @@ from fsdpcore.core.errors import ArgumentError, ConfigError
 from fsdpcore.launch.addresses import is_loopback
 from fsdpcore.launch.blas import blas_limit, limit_for_good
 from fsdpcore.launch.config import PREFIX, Config, resolve
-from fsdpcore.launch.environment import LAUNCH_VARIABLES, detect, launched_threads, unused
+from fsdpcore.launch.environment import (
+    ELASTIC,
+    LAUNCH_VARIABLES,
+    detect,
+    launched_threads,
+    unused,
+)
 from fsdpcore.launch.external import default_transport, open_reports, place_without_launcher
 from fsdpcore.launch.failure_report import report
 from fsdpcore.launch.printing import printed_lines, see_launcher
 from fsdpcore.launch.processes import run_processes
-from fsdpcore.launch.rank import ExceptHook, become, inside_rank, join, ranks_here
+from fsdpcore.launch.rank import ExceptHook, become, inside_rank, join, name_of, ranks_here
 from fsdpcore.launch.rank_process import refuse_during_import
 from fsdpcore.launch.supervision import admit_interrupts
 from fsdpcore.launch.threads import run_threads
@@ -98,6 +104,8 @@ def launch(
     if isinstance(args, (str, bytes)) or not isinstance(args, Sequence):
         raise ArgumentError(f"launch(): args must be a list or tuple of arguments, got {args!r}")
     environ = _environ()
+    if environ.get(ELASTIC):
+        return [_elastic(fn)(*args)]
     place = _find_place(environ)
     config = _resolve({"transport": transport, "world_size": world_size, **options}, environ, place)
     if place is None and config.transport_class.needs_launcher:
@@ -177,6 +185,16 @@ def _environ() -> dict[str, str]:
         return dict(os.environ)
     ours = (*LAUNCH_VARIABLES, "FSDPCORE_WORLD_SIZE")
     return {n: v for n, v in os.environ.items() if n.startswith(PREFIX) and n not in ours}
+
+
+def _elastic(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """The function itself, which takes part in an elastic job by being called."""
+    if getattr(fn, "elastic_program", False):
+        return fn
+    raise ConfigError(
+        f"fsdpcore run --elastic calls {name_of(fn)}() again when ranks have changed: put "
+        "@fc.elastic.run above it, and take a job in place of the backend, or leave --elastic out"
+    )
 
 
 def _find_place(environ: dict[str, str]) -> RankPlace | None:

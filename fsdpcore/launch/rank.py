@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import sys
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from contextvars import ContextVar
 from types import TracebackType
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 from fsdpcore.comm.backend import Backend
 from fsdpcore.comm.place import RankPlace
 from fsdpcore.comm.transport import Transport, transport_of
-from fsdpcore.core.errors import ConfigError, RendezvousError, in_one_line
+from fsdpcore.core.errors import ConfigError, ElasticError, RendezvousError, in_one_line
 from fsdpcore.launch.blas import blas_limit
 from fsdpcore.launch.config import Config
 from fsdpcore.launch.environment import meeting_hint
@@ -36,25 +37,33 @@ def run_rank(fn: Callable[..., Any], backend: Backend, args: Sequence[Any]) -> A
     """
     ending: SystemExit | None = None
     result = None
-    recorder = transport_of(backend).recorder
     with backend:
-        token = _inside_rank.set(True)
-        recorder.begin_program(_name_of(fn))
         try:
-            result = fn(backend, *args)
-            recorder.end_program()
+            with program(fn, backend):
+                result = fn(backend, *args)
         except SystemExit as exiting:
             if exiting.code not in (None, 0):
                 raise
             ending = exiting
-        finally:
-            _inside_rank.reset(token)
     if ending is not None:
         raise ending
     return result
 
 
-def _name_of(fn: Callable[..., Any]) -> str:
+@contextmanager
+def program(fn: Callable[..., Any], backend: Backend) -> Iterator[None]:
+    """Within it, this thread runs the program of a rank."""
+    recorder = transport_of(backend).recorder
+    token = _inside_rank.set(True)
+    recorder.begin_program(name_of(fn))
+    try:
+        yield
+        recorder.end_program()
+    finally:
+        _inside_rank.reset(token)
+
+
+def name_of(fn: Callable[..., Any]) -> str:
     """What to call a rank's function."""
     name = getattr(fn, "__name__", "main")
     return name if str(name).isidentifier() else "main"
@@ -131,7 +140,7 @@ class ExceptHook:
         if is_consequence(error):
             if "KeyboardInterrupt" not in str(error):
                 _write(f"{self._label}: stopped, because {_first_line(error)}\n")
-        elif isinstance(error, (ConfigError, RendezvousError)):
+        elif isinstance(error, (ConfigError, ElasticError, RendezvousError)):
             _write(f"{self._label} failed: {kind.__name__}: {error}\n")
         elif self._before is sys.__excepthook__:
             lines = traceback.format_exception(kind, error, trace)

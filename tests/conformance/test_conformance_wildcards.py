@@ -30,6 +30,12 @@ def test_messages(body: Any, transport: str, world_size: int) -> None:
     run(body, transport=transport, world_size=world_size, op_timeout=SOON)
 
 
+@jobs(1, of_processes=(1,))
+@bodies(wildcards.to_oneself)
+def test_messages_of_a_rank_that_is_alone(body: Any, transport: str, world_size: int) -> None:
+    run(body, transport=transport, world_size=world_size, op_timeout=SOON)
+
+
 @jobs(3)
 @bodies(wildcards.from_any_rank, wildcards.older_message_first, wildcards.several_works)
 def test_messages_the_long_way(body: Any, transport: str, world_size: int) -> None:

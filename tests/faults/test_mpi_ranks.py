@@ -137,7 +137,7 @@ def test_a_rank_that_is_killed_leaves_none(script):
     command = [*mpirun(3), *python(script(source), "sleeps")]
     with started(command, mpi_environ()) as job:
         job.wait_for("pid")
-        (pid,) = re.findall(r"pid (\d+)", job._seen)
+        (pid,) = re.findall(r"pid (\d+)", job.seen)
         os.kill(int(pid), signal.SIGKILL)
         assert job.finish().code == 137
 

@@ -6,6 +6,7 @@ from collections import Counter
 from unittest import mock
 
 import ml_dtypes
+import numpy as np
 import pytest
 from support.plan_steps import train
 
@@ -15,6 +16,7 @@ from fsdpcore.fsdp.units.buffer_pool import BufferPool
 
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce")
 BF16 = fc.Precision(ml_dtypes.bfloat16)
+WIDER = fc.Precision(ml_dtypes.bfloat16, np.float32)
 NOTHING_AHEAD = fc.Prefetch(0, reductions=0)
 SEVERAL = {"microbatches": 3}
 ADDED_UP = {"microbatches": 2, "sync": "last"}
@@ -36,6 +38,13 @@ CASES = [
     (4, fc.Strategy("hybrid_shard", False, 2), {"prefetch": NOTHING_AHEAD, **ADDED_UP}),
     (4, fc.Strategy("hybrid_shard", shard_group_size=1), ADDED_UP),
     (1, fc.Strategy(), SEVERAL),
+    (1, fc.Strategy(), {"virtual_ranks": 3}),
+    (2, fc.Strategy(), {"virtual_ranks": 4, "window": True, **ADDED_UP}),
+    (3, fc.Strategy(), {"virtual_ranks": 8, **ADDED_UP}),
+    (5, fc.Strategy("no_shard"), {"virtual_ranks": 8, "prefetch": NOTHING_AHEAD}),
+    (3, fc.Strategy("shard_optimizer"), {"virtual_ranks": 5, "precision": WIDER}),
+    (4, fc.Strategy("hybrid_shard", shard_group_size=2), {"virtual_ranks": 7}),
+    (4, fc.Strategy("hybrid_shard", False, 2), {"virtual_ranks": 11, "prefetch": fc.Prefetch(2)}),
 ]
 
 
@@ -80,24 +89,24 @@ def compare(backend, strategy, options, made=made):
     train(engine, *passes)
     start = len(backend.recorder.entries())
     train(engine, *passes)
-    plan = make_plan(
-        engine.units,
-        backend.world_size,
-        strategy=strategy,
-        precision=options.get("precision"),
-        prefetch=ahead.units,
-        prefetch_bytes=ahead.max_bytes,
-        overlap=bool(ahead.reductions),
-        microbatches=passes[0],
-        sync=passes[1],
-        windowed=engine.windowed,
-        rank=backend.rank,
-    )
+    wanted = {
+        "strategy": strategy,
+        "precision": options.get("precision"),
+        "prefetch": ahead.units,
+        "prefetch_bytes": ahead.max_bytes,
+        "overlap": bool(ahead.reductions),
+        "microbatches": passes[0],
+        "sync": passes[1],
+        "windowed": engine.windowed,
+        "rank": backend.rank,
+        "virtual_ranks": options.get("virtual_ranks"),
+    }
+    plan = make_plan(engine.units, backend.world_size, **wanted)
     planned = Counter(
         # Padding of an all_reduce is in the formulas only.
         (o.kind, o.group_size, o.nbytes)
         for o in plan.operations
-        if o.kind != "all_reduce"
+        if o.kind in COLLECTIVES and o.kind != "all_reduce"
     )
     reduced = Counter((o.kind, o.group_size) for o in plan.operations if o.kind == "all_reduce")
     done = moved(backend, start)
@@ -112,6 +121,10 @@ def compare(backend, strategy, options, made=made):
     assert held.parameters == plan.persistent.parameters
     assert held.gradients == plan.persistent.gradients
     assert held.optimizer == plan.persistent.optimizer
+    assert fc.memory_estimate(made(), backend.world_size, **wanted).total == plan.peak_bytes
+    for row in engine.report().rows:
+        if row.name in ("peak_bytes", "bytes_sent", "gathers", "reductions"):
+            assert row.measured == row.predicted or backend.world_size == 1, row
 
 
 @pytest.mark.parametrize(("world_size", "strategy", "options"), CASES)

@@ -8,11 +8,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+import threadpoolctl
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import spmd
 from support.counting import CountingSim
-from support.leaf_programs import LeafProgram
+from support.fsdp_device import needs_compiler, on_gpus
+from support.leaf_programs import SCALE, LeafProgram
 
 import fsdpcore as fc
 from fsdpcore.core.geometry.leaf_tree import LeafTree
@@ -26,7 +28,7 @@ FEW = LeafProgram(
     absent=frozenset({(2, 1)}),
     whole=False,
     tied=True,
-    half=False,
+    kind="fp32",
     clip=1e3,
     optimizer=fc.optim.AdamW(lr=1e-2),
 )
@@ -74,7 +76,7 @@ def test_sums_are_those_of_the_tree_on_any_number_of_ranks(data: st.DataObject) 
         ),
         whole=draw(st.booleans()),
         tied=draw(st.booleans()),
-        half=draw(st.booleans()),
+        kind=draw(st.sampled_from(["fp32", "bf16", "fp16"])),
         clip=None,
         optimizer=fc.optim.SGD(lr=1.0),
         steps=1,
@@ -82,11 +84,13 @@ def test_sums_are_those_of_the_tree_on_any_number_of_ranks(data: st.DataObject) 
     )
     ranks = draw(st.integers(1, leaves))
     shards = draw(st.sampled_from([n for n in range(1, ranks + 1) if ranks % n == 0]))
+    kept = draw(st.sampled_from([True, False, shards]))
     strategy = draw(
         st.sampled_from(
             [
-                *("full_shard", "shard_grad_op", "shard_optimizer", "no_shard"),
-                fc.Strategy("hybrid_shard", shard_group_size=shards),
+                *("shard_grad_op", "shard_optimizer", "no_shard"),
+                fc.Strategy("full_shard", reshard_after_forward=kept),
+                fc.Strategy("hybrid_shard", bool(kept), shard_group_size=shards),
             ]
         )
     )
@@ -96,10 +100,11 @@ def test_sums_are_those_of_the_tree_on_any_number_of_ranks(data: st.DataObject) 
         "prefetch": draw(st.sampled_from([0, fc.Prefetch(1, reductions=1)])),
     }
     found = fc.launch(lambda backend: program.train(backend, **options), world_size=ranks)[0]
-    sums, initial = program.sums(0), program.initial()
+    sums, initial = program.sums(), program.initial()
     divisor = np.float32(program.divisor or leaves)
+    scale = np.float32(SCALE if program.kind == "fp16" else 1.0)
     for unit in program.names:
-        expected = initial[unit] - sums[unit] / divisor
+        expected = initial[unit] - sums[unit] / divisor / scale
         np.testing.assert_array_equal(found[f"{unit}.w"], expected)
 
 
@@ -142,12 +147,87 @@ def equal_bits(states: list[dict[str, Any]]) -> None:
     ids=lambda optimizer: type(optimizer).__name__,
 )
 def test_bits_of_a_training_are_those_of_one_rank(optimizer: Any) -> None:
-    program = LeafProgram(**{**vars(FEW), "optimizer": optimizer, "steps": 3})
+    # Of the second step, the update is skipped on all ranks.
+    changes = {"optimizer": optimizer, "kind": "fp16", "steps": 3, "overflows": 1}
+    program = LeafProgram(**{**vars(FEW), **changes})
 
     def main(backend: fc.Backend) -> dict[str, Any]:
         return program.train(backend, strategy="full_shard", window=False)
 
-    equal_bits([fc.launch(main, world_size=ranks)[0] for ranks in (1, 2, 3, 5, 7, 8)])
+    found = [fc.launch(main, world_size=ranks)[0] for ranks in (1, 2, 3, 5, 7, 8)]
+    assert list(np.isfinite(found[0]["norms"])) == [True, False, True]
+    equal_bits(found)
+
+
+def test_bits_of_adafactor_are_those_of_one_rank() -> None:
+    shapes = ((60, 51), 5, (3, 41, 25))
+    optimizer = fc.optim.Adafactor(beta1=0.9)
+    options = {"sizes": shapes, "optimizer": optimizer, "kind": "fp64", "steps": 3}
+    program = LeafProgram(**{**vars(FEW), **options})
+
+    def main(backend: fc.Backend, strategy: str) -> dict[str, Any]:
+        return program.train(backend, strategy=strategy)
+
+    cases = [(1, "full_shard"), (2, "no_shard"), (2, "full_shard"), (5, "shard_optimizer")]
+    equal_bits([fc.launch(main, world_size=ranks, args=(name,))[0] for ranks, name in cases])
+
+
+def test_bits_do_not_depend_on_the_ranks_that_share_boxes() -> None:
+    """Of two tensor-parallel ranks, each has a half of one parameter and all of the other."""
+
+    def drawn(*seed: int) -> tuple[Any, Any]:
+        rng = np.random.default_rng(seed)
+        return rng.standard_normal((150, 90)), rng.standard_normal(1500)
+
+    def main(backend: fc.Backend, strategy: str) -> dict[str, Any]:
+        mesh = fc.Mesh(backend, {"shard": backend.world_size // 2, "tensor": 2})
+        first = 45 * mesh["tensor"].rank
+        half = (slice(None), slice(first, first + 45))
+        whole, bias = drawn(7)
+        box = fc.BoxShard((150, 90), (0, first), np.ascontiguousarray(whole[half]))
+        engine = fc.FSDP(
+            [fc.Unit("u", {"b": bias, "w": box})],
+            mesh["shard"],
+            tensor=mesh["tensor"],
+            strategy=strategy,
+            optimizer=fc.optim.Adafactor(beta1=0.9),
+            virtual_ranks=6,
+        )
+        norms = []
+        for number in range(3):
+            with engine.step() as step:
+                for leaf in step.leaves():
+                    with step.forward("u"):
+                        pass
+                    with step.backward("u") as (_, grads):
+                        grad, grads["b"] = drawn(number, leaf)
+                        grads["w"] = grad[half]
+                norms += [step.grad_norm(norm_type=1.0), step.update(clip=10.0)]
+        return {**engine.state_dict(full=True), "norms": np.array(norms)}
+
+    cases = [(2, "full_shard"), (4, "full_shard"), (4, "no_shard"), (6, "shard_grad_op")]
+    equal_bits([each for n, name in cases for each in fc.launch(main, world_size=n, args=(name,))])
+
+
+@needs_compiler
+def test_bits_on_gpus_are_those_of_one_rank() -> None:
+    options = {"sizes": ((60, 51), 1025), "kind": "fp64", "clip": 10.0}
+    program = LeafProgram(**{**vars(FEW), **options, "optimizer": fc.optim.Adafactor()})
+
+    values = np.random.default_rng(1).standard_normal(9 * LEAF_BLOCK - 1)
+
+    def main(backend: fc.Backend) -> dict[str, Any]:
+        state = program.train(backend, strategy="full_shard")
+        given = backend.device.xp.asarray(values)
+        bounds = [n * LEAF_BLOCK for n in range(backend.world_size)] + [values.size]
+        cut = [given[a:b] for a, b in pairwise(bounds)]
+        for p in (1.0, 2.0, 3.0, math.inf):
+            parts = [local_part([each], p, by_blocks=True) for each in cut]
+            state[f"norm {p}"] = joined(parts, p, single=False)
+            np.testing.assert_allclose(state[f"norm {p}"], np.linalg.norm(values, p), 1e-12)
+        return state
+
+    equal_bits([on_gpus(main, ranks)[0] for ranks in (1, 3)])
 
 
 def train_few(backend: fc.Backend, strategy: str) -> dict[str, Any]:
@@ -206,7 +286,8 @@ def bytes_of_a_step(backend: fc.Backend, size: int, strategy: Any, leaves: int) 
 def test_a_step_sends_what_the_formulas_say(
     strategy: Any, ranks: int, leaves: int, formula: Any
 ) -> None:
-    size = 12 * LEAF_BLOCK
+    # Where there is one shard, not even its end is padded.
+    size = 12 * LEAF_BLOCK + (12 if strategy == "no_shard" else 0)
 
     def run(elements: int) -> list[Any]:
         args = (elements, strategy, leaves)
@@ -215,6 +296,24 @@ def test_a_step_sends_what_the_formulas_say(
     control, found = run(0), run(size)
     for rank, ((sent, told), (agreed, told_too)) in enumerate(zip(found, control, strict=True)):
         assert sent - agreed == told - told_too == 4 * formula(size, rank), rank
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_blas_has_one_thread_however_many_the_rank_had(ranks: int) -> None:
+    def threads() -> set[int]:
+        found = threadpoolctl.threadpool_info()
+        return {each["num_threads"] for each in found if each["user_api"] == "blas"}
+
+    def main(backend: fc.Backend) -> tuple[set[int], set[int]]:
+        given = threads()
+        backend.barrier()
+        FEW.train(backend)
+        return given, threads()
+
+    before = threads()
+    # A thread that is not the one that has limited BLAS before.
+    assert fc.launch(main, world_size=ranks, blas_threads=3) == [({3}, {1})] * ranks
+    assert threads() == before
 
 
 def refused(words: str, *, algorithm: str = "auto", **options: Any) -> None:
@@ -228,7 +327,6 @@ def refused(words: str, *, algorithm: str = "auto", **options: Any) -> None:
 
 def test_what_would_depend_on_the_ranks_is_refused() -> None:
     refused("2 virtual ranks are too few for 3 ranks", leaves=2)
-    refused("virtual_ranks with Adafactor for u0.w", optimizer=fc.optim.Adafactor(lr=1e-2))
     refused("virtual_ranks must be an integer", leaves=1.5)
     refused("order of its own", algorithm="ring")
 

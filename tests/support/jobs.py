@@ -69,7 +69,11 @@ class Finished:
 
 
 class Job:
-    """A command that runs, and everything that it has started."""
+    """A command that runs, and everything that it has started.
+
+    Attributes:
+        seen: of its output, what ``wait_for`` has read.
+    """
 
     def __init__(
         self,
@@ -88,14 +92,14 @@ class Job:
             text=True,
             start_new_session=True,  # so that a signal to its group does not reach the tests
         )
-        self._seen = ""
+        self.seen = ""
 
     def finish(self) -> Finished:
         """Wait for the end; nothing of it may be left then."""
         out, err = self.process.communicate(timeout=PATIENCE)
         ended = time.time()
         self.assert_gone()
-        return Finished(self.process.returncode, self._seen + out, err, ended)
+        return Finished(self.process.returncode, self.seen + out, err, ended)
 
     def wait_for(self, word: str, count: int = 1) -> None:
         """Read the output until ``count`` lines begin with ``word``."""
@@ -106,8 +110,8 @@ class Job:
             seen = 0
             while seen < count:
                 line = self.process.stdout.readline()
-                assert line, f"{self._seen}, but then the end: {self.process.communicate()[1]}"
-                self._seen += line
+                assert line, f"{self.seen}, but then the end: {self.process.communicate()[1]}"
+                self.seen += line
                 seen += line.startswith(word)
         finally:
             watchdog.cancel()
@@ -123,6 +127,13 @@ class Job:
         while self.pids() and time.monotonic() < end:
             time.sleep(0.02)
         assert not self.pids(), [Path(f"/proc/{pid}/cmdline").read_bytes() for pid in self.pids()]
+
+    def wait_until_gone(self, pid: int) -> None:
+        """Wait until one of the job's processes has ended."""
+        end = time.monotonic() + SOON
+        while pid in self.pids():
+            assert time.monotonic() < end, f"process {pid} does not end"
+            time.sleep(0.02)
 
     def kill(self) -> None:
         """End everything, whatever the test came to."""

@@ -13,6 +13,17 @@ import fsdpcore as fc
 
 Arrays = dict[str, Any]
 
+KINDS: dict[str, tuple[Any, Any]] = {
+    "fp32": (np.float32, np.float32),
+    "fp64": (np.float64, np.float64),
+    "bf16": (ml_dtypes.bfloat16, np.float32),
+    "fp16": (np.float16, np.float32),
+}
+"""Dtypes of gradients that passes write, and of their sum."""
+
+SCALE = 1024.0
+"""Of the loss in float16, to begin with."""
+
 
 @dataclass(frozen=True)
 class LeafProgram:
@@ -20,27 +31,29 @@ class LeafProgram:
 
     Attributes:
         leaves: how many virtual ranks there are.
-        sizes: of the parameter of each unit.
+        sizes: of the parameter of each unit, or their shapes.
         passes: of each leaf in each step, how many microbatches it has.
         absent: ``(leaf, unit)`` whose gradients are never written.
         whole: steps take all units at once.
         tied: the last unit uses the parameter of the first one, too.
-        half: computed in bfloat16.
+        kind: what is computed in; of 16 bits, beside parameters in float32.
         clip: of the update.
         optimizer: of the parameters.
+        overflows: the step in which a leaf has a gradient that is inf.
     """
 
     leaves: int
-    sizes: tuple[int, ...]
+    sizes: tuple[int | tuple[int, ...], ...]
     passes: int
     absent: frozenset[tuple[int, int]]
     whole: bool
     tied: bool
-    half: bool
+    kind: str
     clip: float | None
     optimizer: Any
     steps: int = 2
     divisor: float | None = None
+    overflows: int | None = None
 
     @property
     def names(self) -> list[str]:
@@ -51,17 +64,30 @@ class LeafProgram:
         """The parameters to begin with."""
         rng = np.random.default_rng(7)
         return {
-            name: rng.standard_normal(size).astype(np.float32)
+            name: rng.standard_normal(size).astype(KINDS[self.kind][1])
             for name, size in zip(self.names, self.sizes, strict=True)
         }
 
-    def gradient(self, step: int, leaf: int, number: int, unit: str, *, tie: bool = False) -> Any:
+    def gradient(
+        self,
+        step: int,
+        leaf: int,
+        number: int,
+        unit: str,
+        *,
+        tie: bool = False,
+        scale: float = SCALE,
+    ) -> Any:
         """Of a pass; values of very different sizes, so that the order of a sum tells."""
         seed = [step, leaf, number, int(unit[1:]), int(tie)]
         rng = np.random.default_rng(seed)
         size = self.sizes[0 if tie else int(unit[1:])]
         values = rng.standard_normal(size) * 10.0 ** rng.uniform(-4, 4, size)
-        return values.astype(ml_dtypes.bfloat16 if self.half else np.float32)
+        if self.kind == "fp16":
+            values *= scale * 1e-4
+        if step == self.overflows and leaf == 1:
+            values[0] = np.inf
+        return values.astype(KINDS[self.kind][0])
 
     def written(self, leaf: int, unit: str) -> bool:
         """Whether a leaf has gradients of a unit."""
@@ -75,7 +101,9 @@ class LeafProgram:
             if self.tied and name == self.names[-1] and len(self.names) > 1:
                 params["t"] = fc.Tied("u0", "w")
             units.append(fc.Unit(name, params))
-        precision = fc.Precision(ml_dtypes.bfloat16, np.float32) if self.half else None
+        dtype, master = KINDS[self.kind]
+        scaling = fc.LossScale(SCALE, interval=1) if self.kind == "fp16" else None
+        precision = fc.Precision(dtype, master, scaling)
         engine = fc.FSDP(
             units,
             backend,
@@ -87,52 +115,53 @@ class LeafProgram:
         norms = []
         for number in range(self.steps):
             with engine.step(divisor=self.divisor) as step:
+                scale = engine.loss_scale
                 for leaf in step.leaves():
-                    self._leaf(step, number, leaf)
+                    self._leaf(step, number, leaf, scale)
                 norms.append(step.update(clip=self.clip))
         state: Arrays = dict(engine.state_dict(full=True))
         return {**state, "norms": np.array([norm or 0.0 for norm in norms])}
 
-    def _leaf(self, step: fc.Step, number: int, leaf: int) -> None:
+    def _leaf(self, step: fc.Step, number: int, leaf: int, scale: float) -> None:
         for at in range(self.passes):
             last = at == self.passes - 1
             with contextlib.nullcontext() if last else step.no_sync():
                 if self.whole:
                     with step.whole() as (_, grads):
                         for name in self.names:
-                            self._write(grads[name], number, leaf, at, name)
+                            self._write(grads[name], number, leaf, at, name, scale)
                     continue
                 for name in self.names:
                     with step.forward(name):
                         pass
                 for name in reversed(self.names):
                     with step.backward(name) as (_, into):
-                        self._write(into, number, leaf, at, name)
+                        self._write(into, number, leaf, at, name, scale)
 
-    def _write(self, into: Any, number: int, leaf: int, at: int, unit: str) -> None:
+    def _write(self, into: Any, number: int, leaf: int, at: int, unit: str, scale: float) -> None:
         if self.written(leaf, unit):
-            into["w"] = self.gradient(number, leaf, at, unit)
+            into["w"] = self.gradient(number, leaf, at, unit, scale=scale)
             if "t" in into:
-                into["t"] = self.gradient(number, leaf, at, unit, tie=True)
+                into["t"] = self.gradient(number, leaf, at, unit, tie=True, scale=scale)
 
     # Without a library.
 
-    def sums(self, step: int) -> Arrays:
-        """The gradients of a step: of each leaf those of its passes, then along the tree."""
+    def sums(self) -> Arrays:
+        """The gradients of the first step, scaled: of each leaf all passes, then along the tree."""
         return {
-            unit: self._tree([self._of_leaf(step, leaf, unit) for leaf in range(self.leaves)])
+            unit: self._tree([self._of_leaf(leaf, unit) for leaf in range(self.leaves)])
             for unit in self.names
         }
 
-    def _of_leaf(self, step: int, leaf: int, unit: str) -> Any:
+    def _of_leaf(self, leaf: int, unit: str) -> Any:
         total = np.zeros(self.sizes[int(unit[1:])], np.float32)
         ties = np.zeros_like(total)
         for at in range(self.passes):
             if self.written(leaf, unit):
-                total = total + self.gradient(step, leaf, at, unit).astype(np.float32)
+                total = total + self.gradient(0, leaf, at, unit).astype(np.float32)
             last = self.names[-1]
             if self.tied and unit == "u0" != last and self.written(leaf, last):
-                tied = self.gradient(step, leaf, at, last, tie=True)
+                tied = self.gradient(0, leaf, at, last, tie=True)
                 ties = ties + tied.astype(np.float32)
         return total + ties
 

@@ -23,7 +23,7 @@ def train(
         compute: called in each pass of a unit, with how many forward passes that counts for.
     """
     with engine.step() as step:
-        for number in range(microbatches):
+        for number in (each for _ in step.leaves() for each in range(microbatches)):
             kept = sync == "last" and number < microbatches - 1
             with step.no_sync() if kept else contextlib.nullcontext():
                 for unit in engine.units:

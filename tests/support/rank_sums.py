@@ -1,14 +1,16 @@
-"""Ranks that run one after the other, for programs whose only communication is a sum."""
+"""Ranks that run one after the other, for programs that only communicate by sums and maxima."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-Sum = Callable[[NDArray[Any]], None]
+Sum = Callable[..., None]
+"""Takes an array, and ``np.maximum`` where it is not to be summed."""
 
 
 class _Paused(Exception):
@@ -26,28 +28,28 @@ def run_ranks(programs: Sequence[Callable[[Sum], None]]) -> int:
         parts = [_run(program, known) for program in programs]
         if all(part is None for part in parts):
             return len(known)
-        arrays = [part for part in parts if part is not None]
-        assert len(arrays) == len(parts), "some ranks sum more often than others"
-        assert len({(part.shape, part.dtype) for part in arrays}) == 1
-        total = arrays[0].copy()
-        for part in arrays[1:]:
-            total += part
-        known.append(total)
+        given = [part for part in parts if part is not None]
+        assert len(given) == len(parts), "some ranks sum more often than others"
+        assert len({(part.shape, part.dtype, join) for part, join in given}) == 1
+        arrays, join = [part for part, _ in given], given[0][1]
+        known.append(functools.reduce(join, arrays))
 
 
-def _run(program: Callable[[Sum], None], known: list[NDArray[Any]]) -> NDArray[Any] | None:
-    """Run until a sum is needed that is not known; return this rank's part of it."""
+def _run(
+    program: Callable[[Sum], None], known: list[NDArray[Any]]
+) -> tuple[NDArray[Any], np.ufunc] | None:
+    """Run until a sum is needed that is not known; return this rank's part of it, and how."""
     done = 0
 
-    def add(array: NDArray[Any]) -> None:
+    def add(array: NDArray[Any], join: np.ufunc = np.add) -> None:
         nonlocal done, part
         if done == len(known):
-            part = array.copy()
+            part = array.copy(), join
             raise _Paused
         np.copyto(array, known[done])
         done += 1
 
-    part: NDArray[Any] | None = None
+    part: tuple[NDArray[Any], np.ufunc] | None = None
     try:
         program(add)
     except _Paused:

@@ -113,12 +113,13 @@ def test_what_the_contestants_of_ours_differ_in(module, monkeypatch, tmp_path):
     """The same orders as over a socket, carried out by ranks in this process."""
     member, training = module("member"), module("training")
     monkeypatch.setattr(member, "keep_freed_memory", lambda: None)  # of this process
-    case = module("cases").Training(layers=1, width=8, heads=2, context=8, batch=2)
+    case = module("cases").Training(layers=1, width=8, heads=2, context=8, batch=8)
     made, given = fc.FSDP, {}
 
     def orders(backend, name):
         def engine(*arguments, **keywords):
-            given[name] = (keywords["prefetch"], keywords["offload"])
+            wanted = keywords["prefetch"], keywords["virtual_ranks"], keywords["offload"]
+            given[name] = wanted
             return made(*arguments, **keywords)
 
         monkeypatch.setattr(training.fc, "FSDP", engine)
@@ -137,16 +138,19 @@ def test_what_the_contestants_of_ours_differ_in(module, monkeypatch, tmp_path):
         for name in ("fsdpcore", *module("cases").VARIANTS)
     )
     assert nothing == 0
-    assert all(losses == plain for losses, _ in others)
-    assert [held > 0 for _, held in others] == [False, True, True, True, True]
+    # Virtual ranks add up in another order.
+    assert others[1][0] == pytest.approx(plain, rel=1e-6)
+    assert all(losses == plain for losses, _ in others[:1] + others[2:])
+    assert [held > 0 for _, held in others] == [False, False, True, True, True, True]
     aside = str(tmp_path)
     assert given == {
-        "fsdpcore": (1, None),
-        "no-prefetch": (0, None),
-        "offload": (1, fc.Offload(aside, "all")),
-        "offload-params": (1, fc.Offload(aside, "parameters")),
-        "offload-ahead-0": (1, fc.Offload(aside, "all", ahead=0)),
-        "offload-cached": (1, fc.Offload(aside, "all", evict=False)),
+        "fsdpcore": (1, None, None),
+        "no-prefetch": (0, None, None),
+        "virtual-ranks": (1, 8, None),
+        "offload": (1, None, fc.Offload(aside, "all")),
+        "offload-params": (1, None, fc.Offload(aside, "parameters")),
+        "offload-ahead-0": (1, None, fc.Offload(aside, "all", ahead=0)),
+        "offload-cached": (1, None, fc.Offload(aside, "all", evict=False)),
     }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -22,6 +23,7 @@ from fsdpcore.fsdp.optim import (
     whole_parameter_specs,
 )
 from fsdpcore.fsdp.optim.moments import BLOCK
+from fsdpcore.fsdp.optim.pieces import AnyOrder
 
 Array = NDArray[Any]
 Model = dict[str, Array]
@@ -94,10 +96,15 @@ class Reference:
 
 
 class Sharded:
-    """A model cut into equal shards, whose ranks run one after the other."""
+    """A model cut into equal shards, whose ranks run one after the other.
 
-    def __init__(self, policy: Adafactor, model: Model, world_size: int) -> None:
-        self.policy = policy
+    With ``exact`` the sums are to be the same bits in any order.
+    """
+
+    def __init__(
+        self, policy: Adafactor, model: Model, world_size: int, *, exact: bool = False
+    ) -> None:
+        self.policy, self.exact = policy, exact
         dtype = next(iter(model.values())).dtype
         shapes = {name: array.shape for name, array in model.items()}
         self.layout = FlatLayout.build(shapes, dtype, world_size)
@@ -138,7 +145,9 @@ class Sharded:
                     )
                     for spec in self.specs[rank]
                 ]
-                self.policy.update_pieces(pieces, step=step, reduce=add, **options)
+                exact = AnyOrder(add, functools.partial(add, join=np.maximum))
+                reduce = exact if self.exact else add
+                self.policy.update_pieces(pieces, step=step, reduce=reduce, **options)
                 results[rank] = shard, state, outs
 
             return run
@@ -220,6 +229,30 @@ def test_every_rank_has_the_same_factors_and_needs_few_sums(policy: Adafactor) -
         for key in {"row_var", "col_var"} & set(sharded.states[0][name]):
             bits = {states[name][key].tobytes() for states in sharded.states}
             assert len(bits) == 1
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=repr)
+def test_exact_sums_are_the_formulas_and_the_same_bits_on_any_ranks(policy: Adafactor) -> None:
+    shapes = {**SHAPES, "rows": (70, 1000)}
+    model = random_model(shapes, np.float64)  # in which the last bits of a sum are seen
+    found = [Sharded(policy, model, ranks, exact=True) for ranks in (1, 2, 3, 5)]
+    reference = Reference(policy, model)
+    for step in range(1, 3):
+        # Rows of very different sizes, beside which small ones must not vanish.
+        grads = random_model(shapes, np.float64, seed=step)
+        rng = np.random.default_rng(step)
+        grads["rows"] *= 10.0 ** rng.uniform(-12, 4, (70, 1))
+        grads["rows"][0, 0] = 1e7
+        reference.step(grads, step, policy.learning_rate(step))
+        sums = {each.step(grads, step) for each in found}
+    assert_close(found[0].model(), reference.model, 1e-9)
+    factors = [each.states[0]["rows"] for each in found]
+    for each, state in zip(found[1:], factors[1:], strict=True):
+        for name, array in each.model().items():
+            assert array.tobytes() == found[0].model()[name].tobytes(), name
+        for key in ("row_var", "col_var"):
+            assert state[key].tobytes() == factors[0][key].tobytes()
+    assert sums == {2 if policy.clip_threshold is None else 4}
 
 
 def test_more_ranks_than_elements() -> None:

@@ -23,7 +23,7 @@ OPERATIONS = """
 
 ERRORS = """
     ArgumentError CheckpointError CheckpointNotFoundError ClosedError CommTimeoutError
-    CommunicationError ConfigError CorruptCheckpointError FsdpcoreError MismatchError
+    CommunicationError ConfigError CorruptCheckpointError ElasticError FsdpcoreError MismatchError
     MissingDependencyError NonFiniteGradientError PeerFailedError ProtocolError RankFailedError
     RendezvousError StateError UnknownTransportError UnsupportedError
 """
@@ -34,9 +34,8 @@ MODULES = {
         ANY ArrayPiece Backend Batch BoxShard Capabilities Chain Compression EngineState FSDP Layer
         LayerStack LossScale MemoryEstimate Mesh MessageStatus Offload OuterStep ParamTree Plan
         Precision Prefetch ReduceOp Report ShardedArray ShardedLayers Spec Step Strategy SubBackend
-        Tied Unit UnitSize
-        Work __version__ adapters checkpoint data dump_trace errors fully_shard init initializers
-        launch
+        Tied Unit UnitSize Work __version__ adapters checkpoint data dump_trace elastic errors
+        fully_shard init initializers launch
         make_plan memory_estimate optim parallel train_step wait_all wait_any
     """,
     "fsdpcore.errors": ERRORS,
@@ -58,6 +57,7 @@ MODULES = {
     "fsdpcore.adapters.autograd": "layer loss loss_and_grads",
     "fsdpcore.adapters.jax": "fold_in layer loss loss_and_grads",
     "fsdpcore.data": "Batch Stream",
+    "fsdpcore.elastic": "ElasticError ElasticThreads Job launch run",
     "fsdpcore.initializers": """
         Constant Initializer Normal Ones Uniform Zeros constant normal ones uniform zeros
     """,
@@ -335,6 +335,8 @@ MADE_BY = {
     fc.SubBackend: "Backend.sub",
     fc.checkpoint.CheckpointFuture: "AsyncCheckpointer.save",
     fc.data.Batch: "Stream",
+    fc.elastic.ElasticThreads: "launch",
+    fc.elastic.Job: "run",
 }
 NOT_CALLED = (fc.Layer, fc.ReduceOp)  # a protocol, an enumeration
 

@@ -37,6 +37,7 @@ def script(tmp_path, monkeypatch):
 
 
 HOSTS = ["--hosts", "a,b:4", "-n", "8"]
+ELASTIC = ["--elastic", "-n", "1:4"]
 NODES = ["--nnodes", "2", "--node-rank", "1", "--per-node", "2"]
 
 
@@ -56,6 +57,25 @@ NODES = ["--nnodes", "2", "--node-rank", "1", "--per-node", "2"]
         ([*HOSTS, "--launcher", "'"], "--launcher '"),
         ([*HOSTS, "--env", "NOT_SET_HERE"], "--env NOT_SET_HERE"),
         ([*HOSTS, "--address", "0.0.0.0:1"], "cannot come to 0.0.0.0"),
+        (["-n", "1:4"], "only a job with --elastic"),
+        (["--elastic", "-n", "4:1"], "the least number of ranks is above the most, 1"),
+        (["--elastic", "-n", "0:4"], "must be at least 1, got 0"),
+        (["--elastic", "-n", ":4"], "expected a number of ranks, or with --elastic MIN:MAX"),
+        (["-n", "two"], "-n two: expected a number of ranks"),
+        (["--elastic"], "how many ranks? Say so with -n MIN:MAX"),
+        ([*ELASTIC, "--hosts", "a,b"], "with --nnodes, --node-rank and --address, or with --join"),
+        ([*ELASTIC, *NODES, "--join", "a:1"], "use one of them"),
+        ([*ELASTIC, "--join", "127.0.0.1:1"], "how many ranks come with this host"),
+        ([*ELASTIC, "--join", "127.0.0.1", "--per-node", "1"], "needs the port of the agent"),
+        ([*ELASTIC, "--per-node", "1,2"], "expected the number of ranks of this host"),
+        ([*ELASTIC, "--restarts", "-1"], "--restarts must not be negative"),
+        ([*ELASTIC, "--lost-after", "0.1"], "--lost-after must be 0.5 to 3600 seconds"),
+        ([*ELASTIC, "--transport", "mpi"], "'mpi' cannot come and go while a job runs: MPI's"),
+        ([*ELASTIC, "--transport", "sim"], "fc.elastic.launch() can add and end"),
+        (["-n", "4", "--restarts", "1"], "--restarts needs --elastic"),
+        (["-n", "4", "--join", "a:1"], "--join needs --elastic"),
+        (["-n", "4", "--lost-after", "1"], "--lost-after needs --elastic"),
+        (["-n", "4", "--witness", "file"], "--witness needs --elastic"),
         (NODES, "say so with --address HOST:PORT"),
         ([*NODES, "--address", "head"], "say so with --address HOST:PORT"),
         ([*NODES, "--address", "head:x"], "is not HOST:PORT"),

@@ -90,6 +90,7 @@ class MpiBackend(MpiTransport):
     """One rank; made by ``join``."""
 
     needs_launcher = True
+    not_elastic = "MPI's launcher starts all ranks at once, and ends them when one is lost"
     options: ClassVar[type[MpiOptions]] = MpiOptions
     transport_capabilities = Capabilities("mpi", alpha=10e-6, beta=0.13e-9, gamma=0.1e-9)
 

@@ -109,6 +109,7 @@ class NcclBackend(ZmqBackend, NcclTransport):
 
     options: ClassVar[type[NcclOptions]] = NcclOptions
     transport_capabilities = Capabilities("nccl", alpha=60e-6, beta=0.5e-9, gamma=0.1e-9)
+    not_elastic = "NCCL holds a rank's GPU until all ranks have ended, or one was lost for good"
     _has_gpu = False
 
     # Joining.

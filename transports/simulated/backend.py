@@ -96,6 +96,7 @@ class SimBackend(Transport):
 
     posts_take_time = False
     ranks_are_threads = True
+    not_elastic = "they are threads of one process, which fc.elastic.launch() can add and end"
     unauthenticated = ""
     options: ClassVar[type[SimOptions]] = SimOptions
     transport_capabilities = Capabilities("sim", alpha=20e-6, beta=0.1e-9, gamma=0.1e-9)

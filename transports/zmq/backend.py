@@ -31,6 +31,7 @@ from fsdpcore.diagnostics.status import Status
 
 from ..memory.shared import memory_sharing
 from . import joining
+from .agents import ZmqAgentLinks
 from .channel import PeerChannel
 from .control import Control
 from .joining import Joined
@@ -45,6 +46,7 @@ from .poller import Poller
 from .watch import Watch
 
 if TYPE_CHECKING:
+    from fsdpcore.comm.agents import AgentLinks
     from fsdpcore.comm.config import TransportConfig
     from fsdpcore.comm.place import RankPlace
 
@@ -60,6 +62,7 @@ class ZmqBackend(Transport):
     """One rank; made by ``join``."""
 
     takes_address = True
+    not_elastic = ""
     unauthenticated = ""  # of a rank that is alone
     options: ClassVar[type[ZmqOptions]] = ZmqOptions
     transport_capabilities = Capabilities("zmq", alpha=60e-6, beta=0.5e-9, gamma=0.1e-9)
@@ -95,6 +98,15 @@ class ZmqBackend(Transport):
         joining.check_meeting(address, token, config.transport_options)
 
     @classmethod
+    def link_agents(
+        cls, address: tuple[str, int], token: str, config: TransportConfig
+    ) -> AgentLinks:
+        if cls.not_elastic:
+            return super().link_agents(address, token, config)
+        joining.check_meeting(address, token, config.transport_options)
+        return ZmqAgentLinks(address, token)
+
+    @classmethod
     def join(cls, place: RankPlace, config: TransportConfig) -> Transport:
         options = config.transport_options
         assert isinstance(options, ZmqOptions)
@@ -103,7 +115,7 @@ class ZmqBackend(Transport):
             if place.world_size > 1:
                 scheme = cls.transport_capabilities.transport
                 address = joining.meeting_point(place, config, scheme)
-                deadline = Deadline(config.rendezvous_timeout, cls.clock)
+                deadline = Deadline(config.rendezvous_timeout, cls.clock, place.given_up)
                 backend._connect(place, address, deadline)
                 backend._measure(deadline)
         except BaseException as error:

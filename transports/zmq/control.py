@@ -79,7 +79,8 @@ class Control:
 
     def serve(self) -> None:
         """Handle the frames that have come, up to a few; the poller is told of the others."""
-        if not self.released and not self._read():
+        # A rank that is alone has no links, and waits only for what it sends to itself.
+        if self._backend.world_size > 1 and not self.released and not self._read():
             self._state.poller.again(self.serve)
 
     def tick(self) -> float | None:
@@ -240,7 +241,7 @@ class Control:
 
         Either its last messages come, or the link is refused, and then nothing will.
         """
-        if rank in self.watch.leavers:
+        if rank != self._backend.rank and rank in self.watch.leavers:
             self.open(rank)
 
     def await_from_any(self, channel: int) -> None:

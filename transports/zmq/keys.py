@@ -55,6 +55,10 @@ class JobKeys:
         """The keys of the socket where the others connect to ``rank``."""
         return _pair(self._derive(b"rank %d" % rank))
 
+    def agents(self) -> KeyPair:
+        """The keys of the sockets where the agents of an elastic job listen."""
+        return _pair(self._derive(b"agent"))
+
     def link_name(self, src: int, dst: int, nonce: bytes) -> bytes:
         """What rank ``src`` calls itself when it connects to rank ``dst``: 24 bytes."""
         # ZeroMQ keeps names that begin with a zero for itself.

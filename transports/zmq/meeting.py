@@ -101,12 +101,12 @@ class MeetingHost:
             cards = [self._cards[rank] for rank in range(self._place.world_size)]
             self._tell(packed({"table": cards, "nonce": nonce.hex()}))
             seconds = max(deadline.remaining(), _GRACE_SECONDS)
-            self._await_thanks(Deadline(seconds, deadline.clock))
+            self._await_thanks(Deadline(seconds, deadline.clock, deadline.given_up))
             return Meeting(cards, nonce, self._address[0])
         except RendezvousError as error:
-            self._tell(_error(str(error)))
+            self._tell(_error(error))
             if self._refused:
-                self._refuse_late(str(error), Deadline(_LATE_SECONDS, deadline.clock))
+                self._refuse_late(error, Deadline(_LATE_SECONDS, deadline.clock))
             raise
         finally:
             self._socket.disable_monitor()
@@ -117,12 +117,13 @@ class MeetingHost:
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
         poller.register(self._inbound.monitor, zmq.POLLIN)
-        poller.poll(int(1000 * deadline.remaining()) + 1)
+        poller.poll(int(1000 * deadline.patience()) + 1)
 
     def _collect(self, deadline: Deadline) -> None:
         while len(self._cards) < self._place.world_size:
             if deadline.remaining() <= 0:
-                raise RendezvousError(self._describe_missing(self._missing(), deadline.seconds))
+                missing = self._missing()
+                raise RendezvousError(self._describe_missing(missing, deadline.seconds), missing)
             self._poll(deadline)
             while int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
                 self._admit(*self._socket.recv_multipart(copy=False))
@@ -146,7 +147,8 @@ class MeetingHost:
         for rank in self._inbound.broken():
             raise RendezvousError(
                 f"rank {rank} was lost while the ranks met: its process "
-                "ended, or the network between it and rank 0 failed"
+                "ended, or the network between it and rank 0 failed",
+                [rank],
             )
 
     def _admit(self, name: zmq.Frame, *parts: zmq.Frame) -> None:
@@ -162,14 +164,14 @@ class MeetingHost:
             if not isinstance(rank, int) or not isinstance(card, dict):
                 raise RendezvousError(f"rank {rank} came without a card")
         except RendezvousError as error:
-            self._say([name.bytes], _error(str(error)))  # the others hear of it, too
+            self._say([name.bytes], _error(error))  # the others hear of it, too
             self._refused += 1
             raise
         card.setdefault("seen", parts[0].get("Peer-Address"))
         self._names[rank], self._cards[rank] = name.bytes, card
         self._inbound.know(parts[0], rank)
 
-    def _refuse_late(self, why: str, end: Deadline) -> None:
+    def _refuse_late(self, why: RendezvousError, end: Deadline) -> None:
         """Tell ranks that come a little later why they will not meet."""
         while len(self._cards) + self._refused < self._place.world_size and end.remaining() > 0:
             self._poll(end)
@@ -221,8 +223,9 @@ class MeetingHost:
             waiting -= set(self._inbound.broken())
 
 
-def _error(text: str) -> bytes:
-    return json.dumps({"error": text}).encode()
+def _error(error: RendezvousError) -> bytes:
+    missing = {"ranks": error.ranks} if error.ranks else {}
+    return json.dumps({"error": str(error), **missing}).encode()
 
 
 class MeetingGuest:
@@ -276,7 +279,7 @@ class MeetingGuest:
             self._visit(host, poller)
         refused = False
         while self._deadline.remaining() > 0:
-            poller.poll(int(1000 * self._deadline.remaining()) + 1)
+            poller.poll(int(1000 * self._deadline.patience()) + 1)
             for visit in list(self._visits):
                 visit.look()
                 refused |= visit.refused
@@ -297,7 +300,8 @@ class MeetingGuest:
             )
         raise RendezvousError(
             f"rank {rank} found no rank 0 at the rendezvous at {self._where} within "
-            f"{self._deadline.seconds:g} s"
+            f"{self._deadline.seconds:g} s",
+            [0],
         )
 
     def _visit(self, host: str, poller: zmq.Poller) -> None:
@@ -327,7 +331,7 @@ class MeetingGuest:
         visit.socket.send(json.dumps(message).encode())
         answer = self._answer(visit)
         if "error" in answer:
-            raise RendezvousError(str(answer["error"]))
+            raise RendezvousError(str(answer["error"]), answer.get("ranks", ()))
         cards, nonce = answer.get("table"), answer.get("nonce")
         if isinstance(cards, list) and len(cards) == place.world_size and isinstance(nonce, str):
             with contextlib.suppress(ValueError):
@@ -338,9 +342,9 @@ class MeetingGuest:
         poller = zmq.Poller()
         poller.register(visit.monitor, zmq.POLLIN)
         poller.register(visit.socket, zmq.POLLIN)
-        end = Deadline(self._deadline.remaining() + _GRACE_SECONDS, self._deadline.clock)
+        end = self._deadline.longer(_GRACE_SECONDS)
         while end.remaining() > 0:
-            poller.poll(int(1000 * end.remaining()) + 1)
+            poller.poll(int(1000 * end.patience()) + 1)
             ended = visit.look()  # first, since the answer may come, and then the end
             with contextlib.suppress(zmq.Again):
                 answer = self._understood(visit.socket.recv(zmq.NOBLOCK))
@@ -350,7 +354,8 @@ class MeetingGuest:
             if ended:
                 raise RendezvousError(
                     f"rank 0 ended the rendezvous at {self._where} without an answer to rank "
-                    f"{self._place.rank}: it failed, or had met all ranks before"
+                    f"{self._place.rank}: it failed, or had met all ranks before",
+                    [0],
                 )
         raise RendezvousError(
             f"rank 0 did not answer rank {self._place.rank} at the rendezvous at {self._where} "

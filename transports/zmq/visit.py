@@ -21,9 +21,11 @@ RETRY_SECONDS = 0.05
 _MAX_TABLE = 1 << 28
 # How long who listens may take for the handshake; rank 0 may be held up.
 _HANDSHAKE_MS = 10_000
-_GREETED, _BROKEN = int(zmq.EVENT_HANDSHAKE_SUCCEEDED), int(zmq.EVENT_DISCONNECTED)
-_GIVEN_UP = int(zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL)
-_UNLIKE = _GIVEN_UP | int(zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_AUTH)
+# Events of a connection: its handshake is done; who listens is no one that it can be done with, and
+# of that the one after which ZeroMQ does not try again.
+GREETED, _BROKEN = int(zmq.EVENT_HANDSHAKE_SUCCEEDED), int(zmq.EVENT_DISCONNECTED)
+GIVEN_UP = int(zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL)
+UNLIKE = GIVEN_UP | int(zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_AUTH)
 
 
 class Visit:
@@ -54,17 +56,17 @@ class Visit:
         sock.setsockopt(zmq.CURVE_SERVERKEY, server.public)
         sock.setsockopt(zmq.CURVE_PUBLICKEY, public)
         sock.setsockopt(zmq.CURVE_SECRETKEY, secret)
-        self.monitor: Socket = sock.get_monitor_socket(_GREETED | _BROKEN | _UNLIKE)
+        self.monitor: Socket = sock.get_monitor_socket(GREETED | _BROKEN | UNLIKE)
         sock.connect(f"tcp://{join_address(host, port)}")
 
     def look(self) -> bool:
         """Note what happened to the connection; return whether it broke after the greeting."""
         for event, _, _ in events(self.monitor):
-            if event & _GREETED:
+            if event & GREETED:
                 self.greeted = True
-            elif event & _UNLIKE:
+            elif event & UNLIKE:
                 self.refused = True
-                self.given_up |= event == _GIVEN_UP
+                self.given_up |= event == GIVEN_UP
             elif self.greeted:
                 return True
         return False
@@ -73,7 +75,7 @@ class Visit:
         """Say that the table is there, and wait until the port is free for links to rank 0."""
         self.socket.send(b"{}")
         while not self.look() and end.remaining() > 0:
-            self.monitor.poll(int(1000 * end.remaining()) + 1)
+            self.monitor.poll(int(1000 * end.patience()) + 1)
 
     def close(self) -> None:
         """End it."""

@@ -15,7 +15,7 @@ import numpy as np
 from fsdpcore.checkpoint.format.metadata import BLOCK_BYTES, make_metadata
 from fsdpcore.checkpoint.format.stored import CHECKSUM_BYTES, StoredFile
 from fsdpcore.checkpoint.memory.fetching import fetched
-from fsdpcore.checkpoint.plan.file_layout import lay_out
+from fsdpcore.checkpoint.plan.file_layout import FileLayout, lay_out
 from fsdpcore.checkpoint.plan.save_plan import SavePlan, WrittenPiece
 from fsdpcore.checkpoint.save.step_folder import (
     Saved,
@@ -33,6 +33,7 @@ from fsdpcore.collectives.consensus import LocalAttempt, agree
 from fsdpcore.collectives.objects import gather_object
 from fsdpcore.comm.backend import Backend
 from fsdpcore.core.buffers import Array
+from fsdpcore.core.device import Device
 from fsdpcore.core.errors import ArgumentError, CheckpointError, in_words
 
 
@@ -152,10 +153,9 @@ class Commit:
             directory = self._name.name
             layout = lay_out(prepared.pieces, self._save_id, rank)
             data_start = layout.places.data_start
-            ordered = [prepared.sources[index] for index in layout.places.order]
-            arrays = fetched(ordered, self._backend.device)
+            name = f"{directory}/{file_name(rank)}"
             try:
-                sums = write_file(self._storage, f"{directory}/{file_name(rank)}", layout, arrays)
+                sums = write_prepared(self._storage, name, layout, prepared, self._backend.device)
             except FileNotFoundError as error:
                 raise CheckpointError(
                     f"{in_words(error)}; rank 0 has made that folder, do all ranks see it?"
@@ -200,6 +200,14 @@ class Commit:
                 self._notes += prune(storage, self._retention, protect=(self._name,)).notes()
         except Exception as error:
             self._notes.append(f"old checkpoints could not be removed: {in_words(error)}")
+
+
+def write_prepared(
+    storage: Storage, name: str, layout: FileLayout, prepared: PreparedSave, device: Device
+) -> FileSums:
+    """Write a rank's file, wherever its arrays are; blocks. Raises as ``write_file``."""
+    ordered = [prepared.sources[index] for index in layout.places.order]
+    return write_file(storage, name, layout, fetched(ordered, device))
 
 
 def with_own(info: dict[str, Any], ranks: Sequence[Any]) -> dict[str, Any]:

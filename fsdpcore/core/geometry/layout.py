@@ -72,7 +72,7 @@ class Piece:
 class FlatLayout:
     """The flat, padded buffer of one unit, cut into ``world_size`` shards of equal size.
 
-    Shards begin at multiples of ``block``, which also divides their size.
+    Shards begin at multiples of ``block``.
 
     Use ``FlatLayout.build``. The constructor takes ready-made ranges, and raises ArgumentError if
     they leave gaps, overlap, repeat a name, or if ``world_size`` is below 1.
@@ -132,8 +132,10 @@ class FlatLayout:
     def shard_size(self) -> int:
         """Elements of each rank's shard, padding included: ``ceil(size / world_size)``.
 
-        In whole blocks.
+        In whole blocks, so that the next one begins with one; the only one has no padding.
         """
+        if self.world_size == 1:
+            return self.size
         blocks = -(-self.size // self.block)
         return -(-blocks // self.world_size) * self.block
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, cast
 
@@ -16,19 +16,15 @@ from fsdpcore.core.errors import ArgumentError, ConfigError
 from fsdpcore.fsdp.optim.arrays import check_arrays, check_names, round_into
 from fsdpcore.fsdp.optim.base import check_piece
 from fsdpcore.fsdp.optim.blocks import Matrices
-from fsdpcore.fsdp.optim.moments import (
-    Elementwise,
-    Factored,
-    Float64,
-    MomentScratch,
-    SecondMoments,
-)
-from fsdpcore.fsdp.optim.pieces import Reduce, ShardPiece
+from fsdpcore.fsdp.optim.exact import Float64, add_squares, note_largest
+from fsdpcore.fsdp.optim.moments import Elementwise, Factored, MomentScratch, SecondMoments
+from fsdpcore.fsdp.optim.pieces import AnyOrder, Reduce, ShardPiece
 from fsdpcore.fsdp.optim.schedules import InverseSqrt, Schedule
 from fsdpcore.fsdp.optim.whole import WholeParameterOptimizer
 
 _RELATIVE_STEP = InverseSqrt(1e-2)
 _SMALLEST_EPS = 1e-37  # what float32 state still holds without losing digits
+_Blocks = Callable[[int], Iterator[Float64]]
 
 
 @dataclass(frozen=True)
@@ -54,7 +50,9 @@ class Adafactor(WholeParameterOptimizer):
 
     All sums are over the whole parameter, so that the number of ranks matters to rounding only:
     one or two sums over the ranks per call of ``update_pieces``, all parameters together; as often
-    the host waits for a GPU, if the arrays are there. State:
+    the host waits for a GPU, if the arrays are there. With ``virtual_ranks`` these sums are exact,
+    for which the ranks tell each other their largest squares first, and the number of ranks changes
+    no bit. State:
     ``row_var`` and ``col_var`` on every rank, or ``variance`` sharded; ``exp_avg`` (m) sharded,
     with ``beta1``. Computes in float64, whatever the dtype. Raises ConfigError unless all numbers
     are finite and not negative, ``eps[0]`` is at least 1e-37, ``beta1`` below 1, and ``decay_rate``
@@ -62,6 +60,7 @@ class Adafactor(WholeParameterOptimizer):
     """
 
     takes_boxes: ClassVar[bool] = True
+    any_order: ClassVar[bool] = True
 
     lr: float | Schedule = _RELATIVE_STEP
     eps: tuple[float, float] = (1e-30, 1e-3)
@@ -124,7 +123,7 @@ class Adafactor(WholeParameterOptimizer):
             for piece in pieces
         ]
         scales = self._settle(pieces, moments, 1.0 - step**-self.decay_rate, reduce, scratch)
-        divisors = self._divisors(pieces, moments, reduce)
+        divisors = self._divisors(pieces, moments, reduce, scratch)
         for piece, parts, scale, divisor in zip(pieces, moments, scales, divisors, strict=True):
             self._apply(piece, parts, rate, rate * scale / divisor, scratch.second)
 
@@ -137,41 +136,52 @@ class Adafactor(WholeParameterOptimizer):
         scratch: MomentScratch,
     ) -> list[float]:
         """Update the second moments; return by what the rate of each parameter is multiplied."""
-        counts = [parts.sums for parts in moments]
-        own = len(pieces) if self.scale_parameter else 0
-        sums = _zeros(pieces, sum(counts) + own)
-        bounds = [0, *itertools.accumulate(counts)]
-        # The last one has the squares of parameters.
-        ranges = [sums[start:stop] for start, stop in itertools.pairwise([*bounds, sums.size])]
-        for parts, place in zip(moments, ranges, strict=False):
-            parts.measure(place)
-        for i in range(own):
-            ranges[-1][i] = _sum_of_squares(pieces[i], scratch)
-        totals = _reduced(sums, reduce)[bounds[-1] :] if sums.size else sums
-        for parts, place in zip(moments, ranges, strict=False):
-            parts.settle(place, beta2, self.eps[0])
+        bounds = [0, *itertools.accumulate(parts.sums for parts in moments)]
+        # Behind those of the moments are the squares of parameters.
+        own = _Squares(pieces if self.scale_parameter else [], scratch)
+        largest = None
+        if isinstance(reduce, AnyOrder):
+            largest = _zeros(pieces, bounds[-1] + own.size // 2)
+            for parts, place in zip(moments, itertools.pairwise(bounds), strict=True):
+                parts.compare(largest[slice(*place)])
+            own.compare(largest[bounds[-1] :], own.params)
+            _reduced(largest, reduce.largest)
+        sums = _zeros(pieces, bounds[-1] + own.size)
+        for parts, place in zip(moments, itertools.pairwise(bounds), strict=True):
+            most = None if largest is None else largest[slice(*place)]
+            parts.measure(sums[slice(*place)], most)
+        most = None if largest is None else largest[bounds[-1] :]
+        own.measure(sums[bounds[-1] :], most, own.params)
+        totals = _reduced(sums, reduce)[bounds[-1] :]
+        for parts, place in zip(moments, itertools.pairwise(bounds), strict=True):
+            parts.settle(sums[slice(*place)], beta2, self.eps[0])
         if not self.scale_parameter:
             return [1.0] * len(pieces)
-        return [
-            max(self.eps[1], _rms(total, piece))
-            for total, piece in zip(totals.tolist(), pieces, strict=True)
-        ]
+        return [max(self.eps[1], rms) for rms in own.rms(totals)]
 
     def _divisors(
-        self, pieces: Sequence[ShardPiece], moments: Sequence[SecondMoments], reduce: Reduce
+        self,
+        pieces: Sequence[ShardPiece],
+        moments: Sequence[SecondMoments],
+        reduce: Reduce,
+        scratch: MomentScratch,
     ) -> list[float]:
         """Return by what the directions of each parameter are divided to clip them."""
         if self.clip_threshold is None or not pieces:
             return [1.0] * len(pieces)
-        sums = _zeros(pieces, len(pieces))
-        for i, parts in enumerate(moments):
-            for _, direction in parts.directions():
-                sums[i] += _squared(direction)
+        squares, largest = _Squares(pieces, scratch), None
+
+        def directions(number: int) -> Iterator[Float64]:
+            return (direction for _, direction in moments[number].directions())
+
+        if isinstance(reduce, AnyOrder):
+            largest = _zeros(pieces, len(pieces))
+            squares.compare(largest, directions)
+            _reduced(largest, reduce.largest)
+        sums = _zeros(pieces, squares.size)
+        squares.measure(sums, largest, directions)
         totals = _reduced(sums, reduce)
-        return [
-            max(1.0, _rms(total, piece) / self.clip_threshold)
-            for total, piece in zip(totals.tolist(), pieces, strict=True)
-        ]
+        return [max(1.0, rms / self.clip_threshold) for rms in squares.rms(totals)]
 
     def _apply(
         self,
@@ -215,8 +225,50 @@ def _is_factored(shape: Sequence[int]) -> bool:
     return len(shape) >= 2 and min(Matrices.of(shape)) > 0
 
 
-def _rms(sum_of_squares: float, piece: ShardPiece) -> float:
-    return math.sqrt(sum_of_squares / max(1, math.prod(piece.shape)))
+class _Squares:
+    """Sums of squares of all elements of a parameter, for some parameters.
+
+    Each is two numbers, whose sum it is, so that it can be exact (see ``exact.add_squares``).
+
+    Attributes:
+        size: of all these numbers.
+    """
+
+    def __init__(self, pieces: Sequence[ShardPiece], scratch: MomentScratch) -> None:
+        self._pieces = pieces
+        self._scratch = scratch
+        self._counts = [math.prod(piece.shape) for piece in pieces]
+        self.size = 2 * len(pieces)
+
+    def params(self, number: int) -> Iterator[Float64]:
+        """Yield the blocks of a parameter itself, in scratch memory."""
+        piece = self._pieces[number]
+        for local in self._scratch.blocks(piece.size):
+            values = self._scratch.first[: local.stop - local.start]
+            np.copyto(values, piece.param[local])
+            yield values
+
+    def compare(self, largest: Float64, blocks: _Blocks) -> None:
+        """Find the largest square of each parameter."""
+        for number in range(len(self._pieces)):
+            for values in blocks(number):
+                note_largest(largest[number : number + 1], values)
+
+    def measure(self, sums: Float64, largest: Float64 | None, blocks: _Blocks) -> None:
+        """Write this rank's sums to ``sums``, which is zero; exact ones with ``largest``."""
+        for number, count in enumerate(self._counts):
+            own = sums[2 * number : 2 * number + 2]
+            most = None if largest is None else largest[number : number + 1]
+            for values in blocks(number):
+                add_squares(own, values, most, count, self._scratch.second)
+
+    def rms(self, totals: Float64) -> list[float]:
+        """Return the root of the mean square of each parameter, from the sums of all ranks."""
+        pairs = totals.reshape(-1, 2).tolist()
+        return [
+            math.sqrt((coarse + fine) / max(1, count))
+            for (coarse, fine), count in zip(pairs, self._counts, strict=True)
+        ]
 
 
 def _zeros(pieces: Sequence[ShardPiece], size: int) -> Float64:
@@ -227,6 +279,8 @@ def _zeros(pieces: Sequence[ShardPiece], size: int) -> Float64:
 
 def _reduced(sums: Any, reduce: Reduce) -> Float64:
     """Have ``sums`` summed over the ranks, and return them on the host; waits for a GPU once."""
+    if not sums.size:
+        return np.zeros(0)
     if on_host(sums):
         reduce(sums)
         return cast(Float64, sums)
@@ -234,20 +288,3 @@ def _reduced(sums: Any, reduce: Reduce) -> Float64:
     reduce(totals)
     sums.set(totals)
     return totals
-
-
-def _sum_of_squares(piece: ShardPiece, scratch: MomentScratch) -> Any:
-    """Return a number, or an array of it where the piece is on a GPU."""
-    total = 0.0
-    for local in scratch.blocks(piece.size):
-        values = scratch.first[: local.stop - local.start]
-        np.copyto(values, piece.param[local])
-        total += _squared(values)
-    return total
-
-
-def _squared(values: Float64) -> Any:
-    """Return the sum of squares of ``values``, which may be overwritten."""
-    if on_host(values):
-        return float(np.dot(values, values))
-    return np.multiply(values, values, out=values).sum()

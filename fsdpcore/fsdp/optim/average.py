@@ -93,7 +93,7 @@ class Average(Optimizer):
         as_int(self.start, "start of Average (an update, from 1)", minimum=1, error=ConfigError)
         object.__setattr__(self, "optimizer", inner)
         object.__setattr__(self, "lr", inner.lr)
-        for name in ("elementwise", "takes_boxes", "takes_lr"):
+        for name in ("elementwise", "takes_boxes", "takes_lr", "any_order"):
             object.__setattr__(self, name, getattr(inner, name))
 
     @property

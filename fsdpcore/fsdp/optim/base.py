@@ -69,6 +69,10 @@ class Optimizer(ABC):
     has_owners: ClassVar[bool] = False
     """Whether ``reduce`` of ``update_pieces`` has to be a ``Ranks``; not if elementwise."""
 
+    any_order: ClassVar[bool] = False
+    """Whether no bit that ``update_pieces`` makes depends on how parameters are cut, where
+    ``reduce`` is an ``AnyOrder``; does not matter if elementwise, or with owners."""
+
     takes_lr: ClassVar[bool] = True
     """Whether ``lr`` of an update may replace its learning rate."""
 

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from fsdpcore.core.array_module import array_module
 from fsdpcore.fsdp.optim.blocks import Block, Matrices, blocks, placed
+from fsdpcore.fsdp.optim.exact import Float64, rounded
 from fsdpcore.fsdp.optim.pieces import ShardPiece
 
 BLOCK = 64 * 1024
@@ -23,8 +24,6 @@ BLOCK = 64 * 1024
 
 GPU_BLOCK = 4 * 2**20
 """The same on a GPU, where each operation is a launch of its own."""
-
-Float64 = NDArray[np.float64]
 
 
 class MomentScratch(NamedTuple):
@@ -62,8 +61,15 @@ class SecondMoments(ABC):
         """Numbers that have to be summed over the ranks."""
 
     @abstractmethod
-    def measure(self, sums: Float64) -> None:
-        """Write this rank's part of the numbers to ``sums``, which is zero."""
+    def compare(self, largest: Float64) -> None:
+        """Write the largest square that this rank adds to each number to ``largest``, of zeros."""
+
+    @abstractmethod
+    def measure(self, sums: Float64, largest: Float64 | None) -> None:
+        """Write this rank's part of the numbers to ``sums``, which is zero.
+
+        Sums of all ranks are exact if ``largest`` is what ``compare`` has found on all of them.
+        """
 
     @abstractmethod
     def settle(self, sums: Float64, beta: float, eps: float) -> None:
@@ -89,7 +95,10 @@ class Elementwise(SecondMoments):
     def sums(self) -> int:
         return 0
 
-    def measure(self, sums: Float64) -> None:
+    def compare(self, largest: Float64) -> None:
+        pass
+
+    def measure(self, sums: Float64, largest: Float64 | None) -> None:
         pass
 
     def settle(self, sums: Float64, beta: float, eps: float) -> None:
@@ -128,14 +137,34 @@ class Factored(SecondMoments):
     def sums(self) -> int:
         return self._whole.batches * (self._whole.rows + self._whole.columns)
 
-    def measure(self, sums: Float64) -> None:
+    def compare(self, largest: Float64) -> None:
+        rows, columns = self._split(largest)
+        for block, cube in self._squares():
+            row, column = rows[block.batches, block.rows], columns[block.batches, block.columns]
+            np.maximum(row, cube.max(axis=2), out=row)
+            np.maximum(column, cube.max(axis=1), out=column)
+
+    def measure(self, sums: Float64, largest: Float64 | None) -> None:
         rows, columns = self._split(sums)
+        for block, cube in self._squares():
+            row, column = rows[block.batches, block.rows], columns[block.batches, block.columns]
+            if largest is None:
+                row += cube.sum(axis=2)
+                column += cube.sum(axis=1)
+                continue
+            by_row, by_column = self._split(largest)
+            most = by_row[block.batches, block.rows, None]
+            out = self._scratch.second[: cube.size].reshape(cube.shape)
+            row += rounded(cube, most, self._whole.columns, out).sum(axis=2)
+            most = by_column[block.batches, None, block.columns]
+            column += rounded(cube, most, self._whole.rows, out).sum(axis=1)
+
+    def _squares(self) -> Iterator[tuple[Block, Float64]]:
+        """Yield blocks, and the squares of the gradient there, in the first scratch array."""
         for block, local in self._blocks():
             values = self._gradient(local)
             np.multiply(values, values, out=values)
-            cube = values.reshape(block.shape)
-            rows[block.batches, block.rows] += cube.sum(axis=2)
-            columns[block.batches, block.columns] += cube.sum(axis=1)
+            yield block, values.reshape(block.shape)
 
     def settle(self, sums: Float64, beta: float, eps: float) -> None:
         rows, columns = self._split(sums)

@@ -23,6 +23,23 @@ all of them get the same bits.
 
 
 @dataclass(frozen=True)
+class AnyOrder:
+    """A ``Reduce`` of ranks whose number must not change a bit: what they sum has to be exact.
+
+    Attributes:
+        total: sums.
+        largest: the same, but for the maximum in place of the sum.
+    """
+
+    total: Reduce
+    largest: Reduce
+
+    def __call__(self, array: NDArray[np.float64]) -> None:
+        """See ``Reduce``."""
+        self.total(array)
+
+
+@dataclass(frozen=True)
 class PieceSpec:
     """Which part of a parameter a rank holds: elements ``[start, stop)`` in C order, maybe none.
 

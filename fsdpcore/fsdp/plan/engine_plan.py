@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from fsdpcore.collectives.selection.choose import expected_seconds
-from fsdpcore.core.errors import StateError, UnsupportedError
+from fsdpcore.core.errors import StateError
 from fsdpcore.fsdp.plan.estimate import moved
 from fsdpcore.fsdp.plan.make_plan import Sync, make_plan
 from fsdpcore.fsdp.plan.memory import HeldMemory
@@ -40,12 +40,7 @@ def plan_of(
         model: what it has made of them.
         microbatches, sync, whole, compute_seconds: as of ``make_plan``.
         windowed: the parameters are in a window.
-
-    Raises:
-        UnsupportedError: the engine has virtual ranks.
     """
-    if model.leaves.virtual:
-        raise UnsupportedError("a step of virtual ranks is not planned yet; measure one instead")
     backend, everyone, options = model.groups.whole, model.groups.everyone, model.options
     updates = [unit.updater for unit in model.units if unit.updater is not None]
     ahead = options.prefetch
@@ -69,6 +64,7 @@ def plan_of(
         costs=functools.partial(_seconds, model.groups),
         compute_seconds=compute_seconds,
         compression=None if model.wire is None else model.wire.travel,
+        virtual_ranks=options.virtual_ranks,
     )
     plan = _with_owners(plan, model)
     # By the optimizers themselves: not all have as many arrays for each parameter.
@@ -90,7 +86,7 @@ def _with_owners(plan: Plan, model: ShardedModel) -> Plan:
                 phase="update",
                 kind="all_to_all",
                 unit=name,
-                microbatch=plan.microbatches - 1,
+                microbatch=max((each.microbatch for each in plan.operations), default=0),
                 group_size=groups.shards.world_size,
                 nbytes=nbytes,
                 padding=0,
@@ -104,9 +100,12 @@ def _with_owners(plan: Plan, model: ShardedModel) -> Plan:
 
 def _seconds(groups: ProcessGroups, collective: PlannedCollective) -> float:
     """What a collective takes in the group that carries it out."""
-    placement = groups.placement
+    placement, kind = groups.placement, collective.kind.removesuffix("_v")
     if collective.kind == "all_to_all":
         group = groups.shards
+    elif collective.kind != kind:
+        sizes = {each.world_size: each for each in (groups.replicas, groups.shards, groups.whole)}
+        group = sizes[collective.group_size]
     elif collective.phase == "update":
         group = groups.everyone
     elif collective.kind == "all_reduce":
@@ -116,7 +115,7 @@ def _seconds(groups: ProcessGroups, collective: PlannedCollective) -> float:
         group = groups.regather_group if regathered else groups.shards
     here = group.hosts[group.rank]
     alike = groups.everyone.hosts.count(here) // group.hosts.count(here)
-    return expected_seconds(collective.kind, collective.nbytes, group, groups=alike)
+    return expected_seconds(kind, collective.nbytes, group, groups=alike)
 
 
 def report_of(
@@ -134,7 +133,8 @@ def report_of(
         raise StateError("report() compares the last training step with its plan; make one first")
     stats, events = executor.trained
     passes = Counter(unit for phase, unit in events if phase == "backward")
-    microbatches = max(passes.values(), default=1)
+    rounds = model.leaves.rounds if model.leaves.virtual else 1
+    microbatches = max(passes.values(), default=rounds) // rounds
     reduced = sum(count for unit, count in passes.items() if model.units[unit].trainable)
     sync: Sync = "each" if stats.reductions >= reduced else "last"
     return Report(

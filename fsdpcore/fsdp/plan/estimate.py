@@ -111,6 +111,7 @@ def memory_estimate(
     windowed: bool = False,
     offload: Offloaded = "none",
     rank: int = 0,
+    virtual_ranks: int | None = None,
 ) -> MemoryEstimate:
     """Work out what a rank holds when it holds most.
 
@@ -125,7 +126,7 @@ def memory_estimate(
             "none", "parameters", or "all", which is parameters, shards of gradients, and the
             optimizer's state.
         strategy, precision, optimizer_states, prefetch, prefetch_bytes, overlap, microbatches,
-        sync, windowed, rank: as of ``make_plan``.
+        sync, windowed, rank, virtual_ranks: as of ``make_plan``.
 
     Raises:
         ArgumentError: something of this makes no sense.
@@ -149,9 +150,11 @@ def memory_estimate(
         sync=sync,
         windowed=windowed,
         rank=rank,
+        virtual_ranks=virtual_ranks,
     )
     plan, plain = planned(strategy=strategy), planned(strategy="no_shard")
-    layouts = lay_out(units, plan.placement.shards, precision)
+    virtual = virtual_ranks is not None
+    layouts = lay_out(units, plan.placement.shards, precision, virtual=virtual)
     host = moved(plan.persistent, offload)
     live = plan.peak_live.parameters
     if offload != "none" and plan.placement.whole_parameters:
@@ -159,7 +162,7 @@ def memory_estimate(
     shards = plan.persistent.gradients - host.gradients
     full = plan.peak_live.gradients
     gradients = shards
-    if sync == "last" and microbatches > 1:
+    if virtual or (sync == "last" and microbatches > 1):
         gradients = min(shards + full, sum(unit.gradients for unit in layouts))
     return MemoryEstimate(
         strategy=plan.strategy,

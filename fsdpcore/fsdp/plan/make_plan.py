@@ -13,6 +13,7 @@ from fsdpcore.compress.compression import Compression
 from fsdpcore.core.capabilities import Capabilities
 from fsdpcore.core.checks import as_choice, as_finite, as_int
 from fsdpcore.core.errors import ArgumentError
+from fsdpcore.core.geometry.leaf_tree import LeafTree
 from fsdpcore.core.policy import Costs
 from fsdpcore.fsdp.plan.plan import Plan
 from fsdpcore.fsdp.plan.sizes import UnitSize, lay_out, persistent
@@ -23,6 +24,7 @@ from fsdpcore.fsdp.plan.walk import PlannedStep, walk
 from fsdpcore.fsdp.sharding.placement import storage_kind
 from fsdpcore.fsdp.sharding.strategy import Strategy
 from fsdpcore.fsdp.sharding.travel import Travel
+from fsdpcore.fsdp.sharding.virtual_ranks import Leaves
 from fsdpcore.fsdp.units.options import Prefetch
 from fsdpcore.fsdp.units.precision import Precision
 from fsdpcore.fsdp.units.unit import Unit
@@ -51,6 +53,7 @@ def make_plan(
     costs: Costs | Capabilities | CollectiveSeconds | None = None,
     compute_seconds: Sequence[float] | None = None,
     compression: Compression | Travel | None = None,
+    virtual_ranks: int | None = None,
 ) -> Plan:
     """Work out a training step, such as every step but the first one is.
 
@@ -79,6 +82,8 @@ def make_plan(
             ``costs``, for ``step_seconds`` and ``exposed_seconds``.
         compression: what is quantised on its way; in every group of ranks, unless a ``Travel`` says
             more. Of a ``UnitSize`` all is that is not ``exact``.
+        virtual_ranks: as of ``FSDP``; all passes are those of each of them then, and gradients are
+            reduced once.
 
     Raises:
         ArgumentError: something of this makes no sense.
@@ -90,14 +95,20 @@ def make_plan(
     world_size, rank = _checked_world(world_size, rank)
     as_choice(sync, get_args(Sync), "sync")
     states = as_int(optimizer_states, "optimizer_states", minimum=0)
-    place = strategy.place(world_size)
+    place, virtual = strategy.place(world_size), virtual_ranks is not None
     travel = Travel(compression, place) if isinstance(compression, Compression) else compression
+    if virtual_ranks is not None:
+        virtual_ranks = as_int(virtual_ranks, "virtual_ranks", minimum=world_size)
+        if travel is not None:
+            raise ArgumentError(
+                "compression does not go together with virtual_ranks; plan with one of them"
+            )
+    leaves = Leaves(LeafTree(virtual_ranks or world_size), place, rank, virtual)
     lags = travel is not None and travel.lags
-    layouts = lay_out(sizes, place.shards, precision, lags=lags)
+    layouts = lay_out(sizes, place.shards, precision, virtual=virtual, lags=lags)
     step = PlannedStep(
         units=layouts,
-        placement=place,
-        rank=rank,
+        leaves=leaves,
         ahead=Prefetch(prefetch, prefetch_bytes, reductions=int(bool(overlap))),
         microbatches=as_int(microbatches, "microbatches", minimum=1),
         deferred=sync == "last",
@@ -108,6 +119,7 @@ def make_plan(
     )
     log = walk(step)
     compute = None if compute_seconds is None else _compute(compute_seconds, sizes)
+    passes = step.microbatches * (len(leaves.mine) if virtual else 1)
     plan = Plan(
         strategy=strategy,
         placement=place,
@@ -120,7 +132,8 @@ def make_plan(
         peak_live=log.peak,
         tensor=step.tensor,
         whole=step.whole,
-        compute_seconds=None if compute is None else 3 * step.microbatches * sum(compute),
+        virtual_ranks=virtual_ranks,
+        compute_seconds=None if compute is None else 3 * passes * sum(compute),
     )
     return plan if costs is None else _timed(plan, log, costs, compute)
 

@@ -33,7 +33,7 @@ class Plan:
     Attributes:
         strategy, placement, world_size, rank: what it is for.
         units: in the order of the forward pass.
-        microbatches: forward and backward passes before the update.
+        microbatches: forward and backward passes before the update, or of each virtual rank.
         operations: in the order in which they are issued.
         persistent: held between steps.
         peak_live: alive during the step only, at the moment when most is.
@@ -42,6 +42,7 @@ class Plan:
         pinned: how much of ``persistent`` is in the memory of the host, while a GPU computes.
         tensor: ranks that have the boxes of the same parameters; units are those of one of them.
         whole: each pass is that of a function that gets all units at once.
+        virtual_ranks: as of ``FSDP``.
     """
 
     strategy: Strategy
@@ -58,6 +59,7 @@ class Plan:
     pinned: int = 0
     tensor: int = 1
     whole: bool = False
+    virtual_ranks: int | None = None
 
     @property
     def peak_live_bytes(self) -> int:
@@ -88,7 +90,8 @@ class Plan:
     def reductions(self) -> int:
         """How often gradients of a unit are reduced; over shards and replicas counts once."""
         kind = self.placement.reduction
-        return sum(o.kind == kind and o.phase != "update" for o in self.operations)
+        exchanged = {o.unit for o in self.operations if o.kind == "all_to_all_v"}
+        return len(exchanged) + sum(o.kind == kind and o.phase != "update" for o in self.operations)
 
     @property
     def seconds(self) -> float | None:
@@ -136,6 +139,7 @@ class Plan:
             "tensor": self.tensor,
             "microbatches": self.microbatches,
             "whole": self.whole,
+            "virtual_ranks": self.virtual_ranks,
             "units": [_unit_as_dict(unit) for unit in self.units],
             "persistent": dataclasses.asdict(self.persistent),
             "peak_live": dataclasses.asdict(self.peak_live),
@@ -169,6 +173,8 @@ def placed(plan: Plan) -> str:
         shape += f", {place.replicas} replicas"
     if place.regather != place.shards:
         shape += f", {place.regather} gather again"
+    if plan.virtual_ranks is not None:
+        shape += f", {plan.virtual_ranks} virtual ranks"
     if plan.tensor > 1:
         shape += f", parameters cut over {plan.tensor}"
     return (
@@ -227,7 +233,7 @@ def _summary(plan: Plan) -> str:
 
 def _operations(plan: Plan) -> str:
     """Return all operations of a plan, one a line."""
-    several = plan.microbatches > 1
+    several = any(operation.microbatch for operation in plan.operations)
     rows = [
         (
             str(operation.microbatch) if several else "",

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from fsdpcore.core.geometry.layout import FlatLayout
 from fsdpcore.fsdp.offload.arrays import ArrayKind
 from fsdpcore.fsdp.plan.sizes import UnitBytes
-from fsdpcore.fsdp.plan.step_log import StepLog
-from fsdpcore.fsdp.sharding.placement import Placement, StorageKind, all_gather_sends
+from fsdpcore.fsdp.plan.step_log import CollectiveKind, StepLog
+from fsdpcore.fsdp.sharding.placement import StorageKind, all_gather_sends
 from fsdpcore.fsdp.sharding.travel import Travel
+from fsdpcore.fsdp.sharding.virtual_ranks import Leaves
 from fsdpcore.fsdp.units.sharded_unit import ParamState
 
 
@@ -26,7 +27,7 @@ class _InMemory:
 class _Collective(NamedTuple):
     """One that moves a flat buffer; sizes in bytes."""
 
-    kind: Literal["all_gather", "reduce_scatter", "all_reduce"]
+    kind: CollectiveKind
     ranks: int
     nbytes: int
     padding: int
@@ -38,6 +39,7 @@ class SizedGradients:
 
     Args:
         sizes: of the unit.
+        leaves: whose gradients are summed.
         reductions: the collectives that sum them.
         log: of the step.
 
@@ -45,20 +47,28 @@ class SizedGradients:
         sends: bytes that this rank sends in a reduction.
     """
 
-    def __init__(self, sizes: UnitBytes, reductions: Sequence[_Collective], log: StepLog) -> None:
+    def __init__(
+        self, sizes: UnitBytes, leaves: Leaves, reductions: Sequence[_Collective], log: StepLog
+    ) -> None:
         self._name = sizes.name
         self._nbytes = sizes.gradients
         self._reductions = reductions
+        self._room = leaves.room(sizes.trained) * sizes.dtypes.grad.itemsize
+        self._leaves = leaves
+        self._ended = 0  # virtual ranks that are complete
+        self._sums = 0  # buffers that theirs are added up in
         self._log = log
         self.sends = sum(each.sent for each in reductions)
         self._kept = False
         self._tied: dict[str, int] = {}  # bytes that uses in other units have added, by name
         self._reducing: list[int] | None = None  # the numbers of the collectives under way
+        self._reduced = 0  # bytes of the buffers that they read
 
     @property
     def unclaimed(self) -> bool:
-        """Whether there are gradients of tied parameters that no reduction has taken along."""
-        return bool(self._tied)
+        """Whether there are gradients that no reduction has taken along: of ties, or of leaves."""
+        of_leaves = self._leaves.virtual and (self._kept or self._sums > 0)
+        return of_leaves or bool(self._tied)
 
     def begin(self) -> None:
         """Take a buffer to be written."""
@@ -73,17 +83,44 @@ class SizedGradients:
 
     def keep(self) -> None:
         """Add what was written to what is kept, or let it be that."""
-        if self._kept:
+        if self._kept or self._idle:
             self._log.take(gradients=-self._nbytes)
-        self._kept = True
+        self._kept = not self._idle and self._nbytes > 0
+
+    @property
+    def _idle(self) -> bool:
+        """Whether this rank goes through passes for the sake of others, which have more leaves."""
+        return self._leaves.virtual and self._ended == len(self._leaves.mine)
+
+    def end_leaf(self) -> None:
+        """Add up the gradients of a virtual rank with those of the others, along the tree."""
+        if self._idle:
+            return
+        self._ended += 1
+        if self._kept:
+            first, before = self._leaves.mine.start, self._sums
+            self._sums = len(self._leaves.tree.cover(range(first, first + self._ended)))
+            self._log.take(gradients=(self._sums - before - 1) * self._nbytes)
+            self._kept = False
+        self._drop_tied()
+
+    def _drop_tied(self) -> None:
+        self._log.take(gradients=-sum(self._tied.values()))
+        self._tied.clear()
 
     def reduce(self, *, background: bool) -> None:
         """Sum what was written, what is kept and what ties have left."""
-        if self._kept:
+        if self._leaves.virtual:
             self.keep()
-            self._kept = False
-        self._log.take(gradients=-sum(self._tied.values()))
-        self._tied.clear()
+            self.end_leaf()
+        else:
+            if self._kept:
+                self.keep()
+                self._kept = False
+            self._drop_tied()
+        self._reduced = self._nbytes * (self._sums if self._leaves.virtual else 1) + self._room
+        self._log.take(gradients=self._room)
+        self._ended = self._sums = 0
         self._reducing = [self._issue(each, background=background) for each in self._reductions]
         if not background:
             self.wait()
@@ -95,7 +132,7 @@ class SizedGradients:
         for collective in self._reducing:
             self._log.wait(collective)
         self._reducing = None
-        self._log.take(gradients=-self._nbytes)
+        self._log.take(gradients=-self._reduced)
 
     def _issue(self, each: _Collective, *, background: bool) -> int:
         return self._log.issue(
@@ -114,7 +151,7 @@ class SizedUnit:
 
     Args:
         sizes: of its flat buffers.
-        placement, rank: who keeps what.
+        leaves: who keeps what, and computes what.
         storage: where its parameters are.
         log: of the step.
         travel: what is quantised on its way; None for nothing.
@@ -129,8 +166,7 @@ class SizedUnit:
     def __init__(
         self,
         sizes: UnitBytes,
-        placement: Placement,
-        rank: int,
+        leaves: Leaves,
         storage: StorageKind,
         log: StepLog,
         travel: Travel | None = None,
@@ -139,8 +175,9 @@ class SizedUnit:
         self.trainable = sizes.trained.size > 0
         self.owners: Mapping[str, SizedUnit] = {}
         self.state = ParamState.SHARDED
-        reductions = _reductions(sizes, placement, rank, travel) if self.trainable else ()
-        self.gradients = SizedGradients(sizes, reductions, log)
+        placement = leaves.placement
+        reductions = _reductions(sizes, leaves, travel) if self.trainable else ()
+        self.gradients = SizedGradients(sizes, leaves, reductions, log)
         self._sizes = sizes
         self._placement = placement
         self._log = log
@@ -150,7 +187,7 @@ class SizedUnit:
         layouts = (sizes.trained,) if storage.keeps else sizes.parts
         self._from_shards = _gatherings(layouts, placement.shards)
         if travel is not None and travel.gathers and self.trainable:
-            quantised = _quantised_gathering(sizes, travel, rank)
+            quantised = _quantised_gathering(sizes, travel, leaves.rank)
             self._from_shards = (quantised, *self._from_shards[1:])
         self._from_parts = _gatherings(layouts, placement.regather)
         self._has_part = False  # a larger part than the shard
@@ -272,18 +309,14 @@ def _quantised_gathering(sizes: UnitBytes, travel: Travel, rank: int) -> _Collec
     return _Collective("all_gather", ranks, sum(packing.counts), 0, sent)
 
 
-def _reductions(
-    sizes: UnitBytes, placement: Placement, rank: int, travel: Travel | None
-) -> tuple[_Collective, ...]:
+def _reductions(sizes: UnitBytes, leaves: Leaves, travel: Travel | None) -> tuple[_Collective, ...]:
     """The collectives that sum gradients."""
     if travel is not None and travel.reduces:
-        found = travel.reductions(sizes.trained, sizes.exact, rank)
-        return tuple(_Collective(*each) for each in found)
-    item = sizes.dtypes.grad.itemsize
-    return tuple(
-        _Collective(each.kind, each.ranks, each.size * item, each.padding * item, each.sent * item)
-        for each in placement.reductions(sizes.trained, rank)
-    )
+        found = travel.reductions(sizes.trained, sizes.exact, leaves.rank)
+    else:
+        item = sizes.dtypes.grad.itemsize
+        found = [each.in_bytes(item) for each in leaves.reductions(sizes.trained)]
+    return tuple(_Collective(*each) for each in found)
 
 
 def _gatherings(layouts: Iterable[FlatLayout], ranks: int) -> tuple[_Collective, ...]:

@@ -18,6 +18,7 @@ from fsdpcore.core.errors import ArgumentError
 from fsdpcore.core.geometry.layout import FlatLayout
 from fsdpcore.fsdp.offload.arrays import ArrayKind, PersistentArray
 from fsdpcore.fsdp.sharding.placement import Placement
+from fsdpcore.fsdp.sharding.virtual_ranks import LEAF_BLOCK
 from fsdpcore.fsdp.units.persistent import persistent_arrays
 from fsdpcore.fsdp.units.precision import Dtypes, Precision
 
@@ -120,6 +121,7 @@ class UnitBytes:
         numbers: Mapping[str, int],
         shards: int,
         precision: Precision,
+        block: int,
         *,
         lags: bool = False,
     ) -> UnitBytes:
@@ -128,10 +130,10 @@ class UnitBytes:
         master = np.dtype(unit.dtype)
         dtypes = replace(precision.dtypes(master), lags=lags)
         frozen = [
-            _flat(size, dtypes.param if dtype == master else dtype, shards)
+            _flat(size, dtypes.param if dtype == master else dtype, shards, block)
             for size, dtype in unit.frozen_parts
         ]
-        trained = _flat(unit.size, dtypes.param, shards)
+        trained = _flat(unit.size, dtypes.param, shards, block)
         return cls(unit.name, trained, tuple(frozen), dtypes, ties, unit.exact)
 
     @property
@@ -151,12 +153,25 @@ class UnitBytes:
 
 
 def lay_out(
-    units: Sequence[UnitSize], shards: int, precision: Precision | None, *, lags: bool = False
+    units: Sequence[UnitSize],
+    shards: int,
+    precision: Precision | None,
+    *,
+    virtual: bool,
+    lags: bool = False,
 ) -> tuple[UnitBytes, ...]:
-    """Lay all units out over so many shards; for ``lags`` see ``Travel``."""
+    """Lay all units out over so many shards.
+
+    Args:
+        units: in order.
+        shards: of each flat buffer.
+        precision: None for that of the units.
+        virtual: there are virtual ranks, so that shards begin at blocks.
+        lags: see ``Travel``.
+    """
     numbers = {unit.name: number for number, unit in enumerate(units)}
-    dtypes = precision or Precision()
-    return tuple(UnitBytes.of(unit, numbers, shards, dtypes, lags=lags) for unit in units)
+    dtypes, block = precision or Precision(), LEAF_BLOCK if virtual else 1
+    return tuple(UnitBytes.of(unit, numbers, shards, dtypes, block, lags=lags) for unit in units)
 
 
 @dataclass(frozen=True)
@@ -218,8 +233,8 @@ def persistent(
     )
 
 
-def _flat(size: int, dtype: np.dtype[Any], shards: int) -> FlatLayout:
-    return FlatLayout.build({"flat": size}, dtype, shards)
+def _flat(size: int, dtype: np.dtype[Any], shards: int, block: int) -> FlatLayout:
+    return FlatLayout.build({"flat": size}, dtype, shards, block)
 
 
 def _nbytes(layout: FlatLayout) -> int:

@@ -9,7 +9,9 @@ from typing import Literal
 from fsdpcore.fsdp.plan.times import Compute, Event, Issue, WaitFor
 
 StepPhase = Literal["forward", "backward", "update"]
-CollectiveKind = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all"]
+CollectiveKind = Literal[
+    "all_gather", "reduce_scatter", "all_reduce", "all_to_all", "all_to_all_v", "all_gather_v"
+]
 
 
 @dataclass(frozen=True)
@@ -18,7 +20,7 @@ class PlannedCollective:
 
     Attributes:
         phase: of the step.
-        kind: the collective.
+        kind: the collective; those with ``_v`` sum the gradients of virtual ranks.
         unit: name of the unit; empty for what concerns all of them.
         microbatch: number, from 0.
         group_size: ranks that take part.
@@ -71,6 +73,7 @@ class StepLog:
 
     Attributes:
         phase, microbatch: where it is.
+        computes: the rank computes in its passes, and does not just make them with others.
         collectives: in the order in which they are issued.
         events: what the rank does, for ``times.simulate``.
         peak: what is alive at the moment when most is.
@@ -79,6 +82,7 @@ class StepLog:
     def __init__(self) -> None:
         self.phase: StepPhase = "forward"
         self.microbatch = 0
+        self.computes = True
         self.collectives: list[PlannedCollective] = []
         self.events: list[Event] = []
         self.peak = Live(0, 0)
@@ -119,7 +123,8 @@ class StepLog:
 
     def compute(self, unit: int, factor: int) -> None:
         """Compute with a unit, ``factor`` times as long as in a forward pass."""
-        self.events.append(Compute(unit, factor))
+        if self.computes:
+            self.events.append(Compute(unit, factor))
 
     def take(self, *, parameters: int = 0, gradients: int = 0) -> None:
         """Take memory, or give it back."""

@@ -48,7 +48,8 @@ def seconds(collective: str, ranks: int, nbytes: int, costs: Costs | Capabilitie
     """Return what the cheapest algorithm takes by the formulas.
 
     Args:
-        collective: "all_gather", "reduce_scatter" or "all_reduce".
+        collective: "all_gather", "reduce_scatter" or "all_reduce"; or "all_to_all_v" and
+            "all_gather_v", which are taken for what moves equal parts.
         ranks: in the group.
         nbytes: of the full buffer, on each rank.
         costs: of the transport.
@@ -56,7 +57,7 @@ def seconds(collective: str, ranks: int, nbytes: int, costs: Costs | Capabilitie
     if ranks == 1 or not nbytes:
         return 0.0
     plain = Costs(costs.alpha, costs.beta, costs.gamma, costs.latency)
-    return _cheapest(collective, ranks, nbytes, plain)
+    return _cheapest(collective.removesuffix("_v"), ranks, nbytes, plain)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -3,21 +3,22 @@
 The rules of a step are those of ``step/passes.py``, which a plan has carried out by units that have
 sizes only. What the plan adds is the way of the caller: in each microbatch a forward pass of all
 units in order, then a backward pass in reverse order; or, where a function is given the whole
-model, all units at once. Then all ranks are told the norm of each one's gradients, and whether they
-are finite.
+model, all units at once. With virtual ranks it does so for each of them. Then all ranks are told
+the norm of each one's gradients, and whether they are finite.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from fsdpcore.fsdp.plan.sized_unit import SizedUnit
 from fsdpcore.fsdp.plan.sizes import UnitBytes
 from fsdpcore.fsdp.plan.step_log import StepLog
-from fsdpcore.fsdp.sharding.placement import Placement, StorageKind
+from fsdpcore.fsdp.sharding.placement import StorageKind
 from fsdpcore.fsdp.sharding.travel import Travel
+from fsdpcore.fsdp.sharding.virtual_ranks import Leaves
 from fsdpcore.fsdp.step.agreement import AGREED_BYTES
 from fsdpcore.fsdp.step.passes import UnitPasses
 from fsdpcore.fsdp.units.options import Prefetch
@@ -32,11 +33,10 @@ class PlannedStep:
 
     Attributes:
         units: in the order of the forward pass.
-        placement: over how many ranks.
-        rank: which of them.
+        leaves: over which ranks, and what this one computes.
         ahead: what goes on in the background.
-        microbatches: forward and backward passes before the update.
-        deferred: gradients are reduced in the last of them only.
+        microbatches: forward and backward passes before the update, or of each virtual rank.
+        deferred: gradients are reduced in the last of them only, as with virtual ranks.
         storage: where the parameters are.
         tensor: ranks that have the other boxes of the same parameters, this one included.
         whole: each pass is that of a function that gets all units at once.
@@ -44,8 +44,7 @@ class PlannedStep:
     """
 
     units: Sequence[UnitBytes]
-    placement: Placement
-    rank: int
+    leaves: Leaves
     ahead: Prefetch
     microbatches: int
     deferred: bool
@@ -59,19 +58,27 @@ def walk(step: PlannedStep) -> StepLog:
     """Go through a step; return what it does."""
     log = StepLog()
     units = _units(step, log)
-    overlaps = bool(step.ahead.reductions) and step.placement.world_size > 1
-    passes = UnitPasses(units, step.placement, step.ahead, overlaps=overlaps)
+    leaves, placement = step.leaves, step.leaves.placement
+    overlaps = bool(step.ahead.reductions) and placement.world_size > 1
+    passes = UnitPasses(units, placement, step.ahead, overlaps=overlaps)
     passes.begin_passes(Counter())
-    for microbatch in range(step.microbatches):
-        log.microbatch = microbatch
-        reduce = not step.deferred or microbatch == step.microbatches - 1
-        if step.whole:
-            _all_at_once(units, passes, log, reduce=reduce)
-        else:
-            _unit_by_unit(units, passes, log, reduce=reduce)
+    rounds = leaves.rounds if leaves.virtual else 1
+    # With virtual ranks, what is tied to is reduced at the update.
+    tied = {owner for unit in units for owner in unit.owners.values()} if leaves.virtual else set()
+    settled = [unit for unit in units if unit not in tied]
+    for number in range(rounds * step.microbatches):
+        leaf, microbatch = divmod(number, step.microbatches)
+        if leaf and not microbatch:
+            for unit in units:
+                unit.gradients.end_leaf()
+        log.microbatch = number
+        log.computes = not leaves.virtual or leaf < len(leaves.mine)
+        last = number == rounds * step.microbatches - 1
+        make = _all_at_once if step.whole else _unit_by_unit
+        make(units, passes, log, settled if last or not (step.deferred or leaves.virtual) else ())
     passes.finish_reductions(None)
     log.phase = "update"
-    ranks = step.placement.world_size * step.tensor
+    ranks = placement.world_size * step.tensor
     if ranks > 1:
         sent = AGREED_BYTES * (ranks - 1)
         nbytes = AGREED_BYTES * ranks
@@ -80,17 +87,14 @@ def walk(step: PlannedStep) -> StepLog:
 
 
 def _units(step: PlannedStep, log: StepLog) -> list[SizedUnit]:
-    units = [
-        SizedUnit(sizes, step.placement, step.rank, step.storage, log, step.travel)
-        for sizes in step.units
-    ]
+    units = [SizedUnit(sizes, step.leaves, step.storage, log, step.travel) for sizes in step.units]
     for unit in units:
         unit.tie(units)
     return units
 
 
 def _unit_by_unit(
-    units: Sequence[SizedUnit], passes: UnitPasses, log: StepLog, *, reduce: bool
+    units: Sequence[SizedUnit], passes: UnitPasses, log: StepLog, reduced: Collection[SizedUnit]
 ) -> None:
     log.phase = "forward"
     for number, unit in enumerate(units):
@@ -105,11 +109,11 @@ def _unit_by_unit(
         unit.begin_gradients()
         log.compute(number, _BACKWARD)
         passes.release(unit)
-        passes.settle(unit, None, reduce=reduce)
+        passes.settle(unit, None, reduce=unit in reduced)
 
 
 def _all_at_once(
-    units: Sequence[SizedUnit], passes: UnitPasses, log: StepLog, *, reduce: bool
+    units: Sequence[SizedUnit], passes: UnitPasses, log: StepLog, reduced: Collection[SizedUnit]
 ) -> None:
     order = range(len(units))
     log.phase = "forward"
@@ -124,4 +128,4 @@ def _all_at_once(
         passes.record(unit, "backward")
         unit.begin_gradients()
         passes.free(unit)
-        passes.settle(unit, None, reduce=reduce)
+        passes.settle(unit, None, reduce=unit in reduced)

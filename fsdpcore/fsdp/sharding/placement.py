@@ -34,11 +34,16 @@ class GradientReduction(NamedTuple):
         sent: by this rank, with an algorithm that sends as little as possible.
     """
 
-    kind: Literal["all_reduce", "reduce_scatter"]
+    kind: Literal["all_reduce", "reduce_scatter", "all_to_all_v", "all_gather_v"]
     ranks: int
     size: int
     padding: int
     sent: int
+
+    def in_bytes(self, itemsize: int) -> GradientReduction:
+        """Return it with sizes in bytes, for elements of so many."""
+        size, padding, sent = (each * itemsize for each in self[2:])
+        return self._replace(size=size, padding=padding, sent=sent)
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,7 @@ class ProcessGroups:
     regather_group: Backend
     everyone: Backend
     tensor: Backend | None
-    _apart: list[Backend] = field(default_factory=list, compare=False, repr=False)
+    _apart: dict[Backend, Backend] = field(default_factory=dict, compare=False, repr=False)
 
     @classmethod
     def of(
@@ -75,24 +75,38 @@ class ProcessGroups:
         root = self.whole.root
         return root.new_executor(f"fsdpcore-rank{root.rank}")
 
-    def apart(self, group: Backend) -> Backend:
-        """Return the same ranks as one more group, for ``background`` alone.
+    @property
+    def summing(self) -> tuple[Backend, Backend]:
+        """The ranks that sum gradients first, and those that do so then; or twice the same."""
+        whole = self.placement.whole_gradients
+        return (self.whole, self.whole) if whole else (self.shards, self.replicas)
 
-        So the order of its collectives is that of what was begun there.
+    @property
+    def summing_in_background(self) -> tuple[Backend, Backend]:
+        """The same for what ``background`` runs; see ``apart``."""
+        first, then = self.summing
+        return self.apart(first), self.apart(then)
+
+    def apart(self, group: Backend) -> Backend:
+        """Return the ranks of a group as one more group, for what ``background`` runs.
+
+        Calls of two threads in one group have no order, which all ranks of the group must follow.
+        There is one for each group, made when it is asked for first: so that has to be on the
+        thread that calls the other collectives.
         """
-        made = group.sub(range(group.world_size), name="fsdp background")
-        self._apart.append(made)
-        return made
+        if group not in self._apart:
+            self._apart[group] = group.sub(range(group.world_size), name="fsdp background")
+        return self._apart[group]
 
     def close(self) -> None:
         """Close the groups, but not what they are groups of."""
         if "background" in self.__dict__:
             self.whole.root.end_executor(self.background)
+        for group in self._apart.values():
+            group.close()
         for group in (self.shards, self.replicas, self.regather_group, self.everyone):
             if group is not self.whole:
                 group.close()
-        for group in self._apart:
-            group.close()
 
     def part(self, size: int, block: int) -> slice:
         """Return which of ``size`` elements, that all replicas hold, this one counts for all.

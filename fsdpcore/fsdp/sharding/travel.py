@@ -112,15 +112,17 @@ class Travel:
         found = []
         replica, shard = divmod(rank, self.placement.shards)
         for each in self.placement.reductions(layout, rank):
-            sizes = [_ITEM * size for size in (each.size, each.padding, each.sent)]
             if self.placement.whole_gradients and self.sums:
                 packing = self.summing(layout, exact)
-                sizes = [sum(packing.counts), 0, packing.reduce_sends(rank)]
+                sent = packing.reduce_sends(rank)
             elif each.kind == "reduce_scatter" and self.sums:
                 packing = self.summing(layout, exact)
-                sizes = [sum(packing.counts), 0, packing.scatter_sends(shard)]
+                sent = packing.scatter_sends(shard)
             elif each.kind == "all_reduce" and self.spreads:
                 packing = self.spreading(layout, exact, shard)
-                sizes = [sum(packing.counts), 0, packing.reduce_sends(replica)]
-            found.append(GradientReduction(each.kind, each.ranks, *sizes))
+                sent = packing.reduce_sends(replica)
+            else:
+                found.append(each.in_bytes(_ITEM))
+                continue
+            found.append(each._replace(size=sum(packing.counts), padding=0, sent=sent))
         return found

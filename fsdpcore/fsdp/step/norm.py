@@ -14,12 +14,14 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from fsdpcore.core.array_module import array_module
+from fsdpcore.core.array_module import array_module, on_host
 from fsdpcore.core.buffers import Array
 from fsdpcore.fsdp.gpu.sums import Slots, SumKind
+from fsdpcore.fsdp.optim.exact import rounded
 from fsdpcore.fsdp.sharding.virtual_ranks import LEAF_BLOCK
 
 _BLOCK = 32 * 1024
+_GPU_BLOCK = 4 * 2**20
 # Squares that add up to less may have vanished. Those of float32 do not.
 _LEAST = 1e-200
 _Sum: TypeAlias = tuple[float, float, float]
@@ -42,15 +44,22 @@ class NormPart(NamedTuple):
     dust: float = 0.0
 
 
-def local_part(arrays: Iterable[Array], p: float) -> NormPart:
+def local_part(arrays: Iterable[Array], p: float, *, by_blocks: bool = False) -> NormPart:
     """Return what these arrays add to a global Lp norm; not finite if an element is not.
 
     In float64, so that neither overflow nor the number of ranks matters. ``arrays`` are iterated
     once or twice. All of them are on the host, or on one GPU, for which the host waits once (twice
     where p is 1 or 2 and the sum is too large or too small). Each array begins where a block does.
+
+    Args:
+        arrays: the elements.
+        p: which norm.
+        by_blocks: on a GPU, too, the sum is made of those of fixed blocks; the host waits oftener.
     """
     found, first = _peeked(arrays)
-    return _gpu_part(found, first, arrays, p) if found is not None else _part(first, arrays, p)
+    if found is None or by_blocks:
+        return _part(first, arrays, p)
+    return _gpu_part(found, first, arrays, p)
 
 
 def _peeked(arrays: Iterable[Array]) -> tuple[Any, Iterable[Array]]:
@@ -95,7 +104,7 @@ def _fetched(*numbers: Any) -> list[float]:
 
 
 def _part(first: Iterable[Array], again: Iterable[Array], p: float) -> NormPart:
-    """Return ``local_part`` of arrays on the host, which are iterated once by each iterable."""
+    """Return ``local_part`` by blocks; the arrays are iterated once by each iterable."""
     if math.isinf(p):
         return NormPart(_maximum(_of_blocks(first, p, 1.0)), 0.0)
     unscaled = _of_blocks(first, p, 1.0)
@@ -123,10 +132,13 @@ def _of_blocks(arrays: Iterable[Array], p: float, divisor: float) -> list[float]
 
 
 def _scaled(arrays: Iterable[Array], divisor: float) -> Iterator[Array]:
-    scratch = np.empty(_BLOCK, np.float64)
+    scratch = np.empty(0)
     for array in arrays:
-        for start in range(0, array.size, _BLOCK):
-            values = array[start : start + _BLOCK]
+        module, most = array_module(array), _BLOCK if on_host(array) else _GPU_BLOCK
+        for start in range(0, array.size, most):
+            values = array[start : start + most]
+            if scratch.size < values.size:
+                scratch = module.empty(most, np.float64)
             block = scratch[: values.size]
             with np.errstate(all="ignore"):
                 np.copyto(block, values, casting="unsafe")
@@ -146,9 +158,22 @@ def _of_block(values: Array, p: float) -> list[float]:
             np.power(values, p, out=values)
         whole = values.size // LEAF_BLOCK * LEAF_BLOCK
         blocks, rest = values[:whole].reshape(-1, LEAF_BLOCK), values[whole:]
+        if not on_host(values):
+            if p == 2.0:
+                np.multiply(values, values, out=values)
+            both = [each for each in (blocks, rest.reshape(1, -1)) if each.size]
+            return [total for each in both for total in _in_any_order(each)]
         if p == 2.0:
             return [*np.vecdot(blocks, blocks).tolist(), float(np.vecdot(rest, rest))]
         return [*blocks.sum(axis=1).tolist(), float(rest.sum())]
+
+
+def _in_any_order(blocks: Array) -> list[float]:
+    """The sum of each row, in whatever order a GPU makes it."""
+    out = array_module(blocks).empty_like(blocks)
+    most = blocks.max(axis=1, keepdims=True)
+    totals: list[float] = rounded(blocks, most, LEAF_BLOCK, out).sum(axis=1).get().tolist()
+    return totals
 
 
 def joined(parts: Sequence[NormPart], p: float, *, single: bool) -> float:

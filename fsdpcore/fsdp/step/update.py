@@ -160,7 +160,8 @@ def _judge(
         shards = GradientShards(model.units, groups, held_by_one)
         part, finite = NormPart(1.0, 0.0), clipping.finite or all_finite(shards)
     else:
-        part = local_part(GradientShards(model.units, groups, counted), p)
+        shards = GradientShards(model.units, groups, counted)
+        part = local_part(shards, p, by_blocks=model.leaves.virtual)
         finite = math.isfinite(part.largest)
         if not groups.leads:  # what is no box was counted by another, but is it the same?
             finite = finite and all_finite(GradientShards(model.units, groups, not_counted))

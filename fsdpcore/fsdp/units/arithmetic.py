@@ -10,6 +10,7 @@ from threadpoolctl import ThreadpoolController
 from fsdpcore.collectives.consensus import compare
 from fsdpcore.comm.backend import Backend
 from fsdpcore.core.disagreement import Disagreement
+from fsdpcore.core.errors import UnsupportedError
 
 _THINGS = ("NumPy", "the processor's instructions", "BLAS")
 
@@ -22,10 +23,9 @@ def agree_on_arithmetic(backend: Backend) -> None:
 
     Raises:
         MismatchError: the ranks have other processors or libraries; says which.
+        UnsupportedError: BLAS has several threads, and cannot be limited here.
     """
-    controller = ThreadpoolController()
-    controller.limit(limits=1, user_api="blas")
-    libraries = [each for each in controller.info() if each["user_api"] == "blas"]
+    libraries = _with_one_thread()
     blas = sorted(
         f"{each['internal_api']} {each['version']} for {each.get('architecture', 'any processor')}"
         for each in libraries
@@ -35,6 +35,25 @@ def agree_on_arithmetic(backend: Backend) -> None:
     instructions = [*found.get("baseline", []), *found.get("found", [])]
     said = [np.__version__, " ".join(instructions), ", ".join(blas)]
     compare(backend, "virtual_ranks", said, _message)
+    # Ranks that are threads of one process may have limited it for each other; by now all have.
+    for each in ThreadpoolController().info():
+        if each["user_api"] == "blas" and each["num_threads"] != 1:
+            raise UnsupportedError(
+                f"virtual_ranks needs BLAS with one thread, but {each['internal_api']} keeps "
+                f"{each['num_threads']}; start the ranks with blas_threads=1"
+            )
+
+
+def _with_one_thread() -> list[dict[str, Any]]:
+    """Limit every BLAS that is loaded to one thread; return what is known of each."""
+    controller = ThreadpoolController()
+    for library in controller.lib_controllers:
+        # Some are limited by the first thread that has ever done so, and ignore all others.
+        take_over = getattr(library, "clear_controlling_thread", None)
+        if library.user_api == "blas" and take_over is not None:
+            take_over(force=True)
+    controller.limit(limits=1, user_api="blas")
+    return [each for each in controller.info() if each["user_api"] == "blas"]
 
 
 def _message(found: Disagreement) -> str:

@@ -136,7 +136,7 @@ def check_order(units: Sequence[UnitDeclaration], optimizers: Optimizers | None)
     for unit in units:
         found = {} if optimizers is None else optimizers.of_unit(unit.name)
         for name, policy in found.items():
-            if not (policy.elementwise or policy.has_owners):
+            if not (policy.elementwise or policy.has_owners or policy.any_order):
                 raise ArgumentError(
                     f"virtual_ranks with {type(policy).__name__} for {unit.name}.{name}: its sums "
                     "over a parameter are made in another order on other numbers of ranks; give it "

@@ -56,7 +56,7 @@ class _Reducing:
 
     Attributes:
         work: None where it has ended.
-        flats: full gradients, which it reads and may overwrite.
+        flats: full gradients, which it reads and may overwrite, and room for those of others.
         own: what this rank keeps of the sum.
         divisor: of the sum.
         reduced: what is kept in the end, if that is all there is to do; None if ``own`` is to be
@@ -99,7 +99,8 @@ class UnitGradients:
         self._placement = groups.placement
         shard = slice(*places.layout.shard_bounds(groups.shards.rank))
         whole = groups.placement.whole_gradients
-        self.sends = binding.leaves.sends(places.layout) * dtypes.grad.itemsize
+        reductions = binding.leaves.reductions(places.layout)
+        self.sends = sum(each.sent for each in reductions) * dtypes.grad.itemsize
         self.quantised: UnitReduction | None = None
         if binding.wire is not None and binding.wire.travel.reduces:
             self.quantised = UnitReduction(places, binding.wire, groups.whole.rank)
@@ -265,6 +266,9 @@ class UnitGradients:
         else:  # a collective may write to this rank's part of what it reads
             own = flats[0][self._range]
         self._store.ahead(GRADIENTS)
+        if not self._leaves.direct:
+            room = self._leaves.room(self._layout)
+            flats.append(self._pool.take(room, self._dtypes.grad))
         try:
             self._reducing = self._begin(flats, own, divisor, label, async_op)
         except BaseException:
@@ -361,34 +365,42 @@ class UnitGradients:
         self, flats: list[Array], own: Array, label: str, async_op: bool
     ) -> Work | None:
         """Begin to sum over virtual ranks, where a reduction over ranks has another order."""
+        groups = self._groups
         if not async_op:
-            self._exchange(flats, own, label)
+            self._exchange(flats, own, label, *groups.summing)
             return None
-        return self._groups.background.submit(lambda: self._exchange(flats, own, label), label)
+        first, then = groups.summing_in_background
+        return groups.background.submit(
+            lambda: self._exchange(flats, own, label, first, then), label
+        )
 
-    def _exchange(self, flats: list[Array], own: Array, label: str) -> None:
-        groups, leaves = self._groups, self._leaves
-        # Each rank of a group that has all the gradients sums up a part, and then gets the others.
-        first, spread = groups.shards, groups.replicas
-        if self._placement.whole_gradients:
-            first = spread = groups.whole
-        parts = self._summed(leaves.groups[leaves.group], flats, first, label)
-        if first is not spread:
-            parts = self._summed(leaves.unions, parts, spread, f"{label}, over replicas")
-        (part,) = parts
-        all_gather_v(part, spread, out=own, label=label)
+    def _exchange(
+        self, flats: list[Array], own: Array, label: str, first: Backend, then: Backend
+    ) -> None:
+        """Sum over the ranks of a group that has all gradients, each a part; then over groups."""
+        leaves = self._leaves
+        *parts, room = flats
+        taken = 0
 
-    def _summed(
-        self, runs: list[range], parts: list[Array], group: Backend, label: str
-    ) -> list[Array]:
         def add(total: Array, array: Array) -> Array:
             _add_into(total, array)
             return total
 
         def take(size: int) -> Array:
-            return self._groups.device.empty((size,), self._dtypes.grad)
+            nonlocal taken
+            taken += size
+            return room[taken - size : taken]
 
-        return exchange_sums(self._leaves.tree, runs, parts, group, add, take, label)
+        def summed(
+            runs: list[range], parts: list[Array], group: Backend, label: str
+        ) -> list[Array]:
+            return exchange_sums(leaves.tree, runs, parts, group, add, take, label)
+
+        parts = summed(leaves.groups[leaves.group], parts, first, label)
+        if first is not then:
+            parts = summed(leaves.unions, parts, then, f"{label}, over replicas")
+        (part,) = parts
+        all_gather_v(part, then, out=own, label=label)
 
     def _op(self, divisor: float | None) -> Literal["mean", "sum"]:
         """Return what the collectives make of the gradients, before the rest is divided."""

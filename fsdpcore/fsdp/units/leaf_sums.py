@@ -70,7 +70,7 @@ def exchange_sums(
         parts: this rank's sums of the largest nodes in its run: flat, of equal size and dtype.
         backend: the group.
         add: see ``Add``.
-        take: returns a flat array of so many elements, which is the caller's to keep or free.
+        take: returns a flat array of so many elements, of the same memory never again.
         label: of the collectives.
 
     Returns:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,10 +20,12 @@ from fsdpcore.fsdp.offload.arrays import ArrayKind
 from fsdpcore.fsdp.offload.offload_store import OffloadStore
 from fsdpcore.fsdp.optim import Optimizer
 from fsdpcore.fsdp.optim.groups import elementwise_ranges, whole_parameter_specs
-from fsdpcore.fsdp.optim.pieces import PieceSpec, ShardPiece
+from fsdpcore.fsdp.optim.pieces import AnyOrder, PieceSpec, Reduce, ShardPiece
 from fsdpcore.fsdp.units.binding import Binding
 from fsdpcore.fsdp.units.flat_parameter import FlatParameter
 from fsdpcore.fsdp.units.owners import Dealing, ShardRanks
+
+_Op = Literal["sum", "max"]
 
 
 class ShardUpdate:
@@ -52,6 +55,7 @@ class ShardUpdate:
         self._shards = groups.shards
         self._tensor = groups.tensor
         self._device = groups.device
+        self._virtual = binding.leaves.virtual
         self.policies = found = policies
         self.ranges = elementwise_ranges(part.layout.pieces(part.rank), found)
         self.specs = whole_parameter_specs(part.layout, part.rank, found, boxes)
@@ -62,7 +66,7 @@ class ShardUpdate:
             if policy.has_owners
         }
         self._owning = {
-            policy: ShardRanks(groups.shards, dealing, binding.pool, self._sum, self._label)
+            policy: ShardRanks(groups.shards, dealing, binding.pool, self._join, self._label)
             for policy, dealing in dealings.items()
         }
         self.exchanges = [
@@ -163,13 +167,13 @@ class ShardUpdate:
         for policy, specs in self.specs.items():
             if policy in self._owning:
                 continue
-            for boxed, reduce in ((False, self._sum), (True, self._sum_boxes)):
+            for boxed, join in ((False, self._join), (True, self._join_boxes)):
                 chosen = [spec for spec in specs if (spec.box is not None) is boxed]
                 if chosen:
                     policy.update_pieces(
                         self._pieces(chosen, grad, out),
                         step=step,
-                        reduce=reduce,
+                        reduce=self._reduce(join),
                         lr=lr,
                         grad_scale=grad_scale,
                     )
@@ -195,19 +199,22 @@ class ShardUpdate:
             )
         return pieces
 
-    def _sum(self, array: NDArray[np.float64]) -> None:
+    def _reduce(self, join: Callable[..., None]) -> Reduce:
+        return AnyOrder(join, functools.partial(join, op="max")) if self._virtual else join
+
+    def _join(self, array: NDArray[np.float64], op: _Op = "sum") -> None:
         """Sum over the shards; these lie elsewhere on other ranks of ``tensor``, which get it."""
-        self._all_reduce(array, self._shards)
+        self._all_reduce(array, self._shards, op)
         if self._tensor is not None:  # by any algorithm: those of sums are not those of broadcast
             broadcast(array, self._tensor, out=array, label=self._label)
 
-    def _sum_boxes(self, array: NDArray[np.float64]) -> None:
-        self._all_reduce(array, self._shards)
+    def _join_boxes(self, array: NDArray[np.float64], op: _Op = "sum") -> None:
+        self._all_reduce(array, self._shards, op)
         assert self._tensor is not None
-        self._all_reduce(array, self._tensor)
+        self._all_reduce(array, self._tensor, op)
 
-    def _all_reduce(self, array: NDArray[np.float64], group: Backend) -> None:
-        all_reduce(array, group, out=array, algorithm=self._algorithm, label=self._label)
+    def _all_reduce(self, array: NDArray[np.float64], group: Backend, op: _Op) -> None:
+        all_reduce(array, group, op=op, out=array, algorithm=self._algorithm, label=self._label)
 
 
 def state_sizes(

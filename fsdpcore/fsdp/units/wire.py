@@ -47,18 +47,16 @@ class Wire:
             whole=_quantised(groups.whole, compression),
         )
         self._groups = groups
-        placement, travel = groups.placement, self.travel
-        first = groups.whole if placement.whole_gradients else groups.shards
+        travel = self.travel
         gathers, reduces = compression.gathers, compression.reduces
         self.gathering: Exchange | None = None
         if gathers is not None and travel.gathers:
             self.gathering = Exchange(groups.apart(groups.shards), gathers, algorithm)
-        self.first = self.second = first
+        self.first, self.second = groups.summing
         self.summing: Exchange | None = None
         self.spreading: Exchange | None = None
         if reduces is not None and travel.reduces:
-            self.first = groups.apart(first)
-            self.second = groups.apart(groups.replicas)
+            self.first, self.second = groups.summing_in_background
             if travel.sums:
                 self.summing = Exchange(self.first, reduces, algorithm)
             if travel.spreads:

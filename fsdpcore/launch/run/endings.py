@@ -107,12 +107,10 @@ def describe(ends: RankEnds, world_size: int, name: Callable[[int], str]) -> Scr
     return ScriptExit(exit_code(code), message, culprit.rank)
 
 
-def interrupted(number: int) -> ScriptExit:
+def interrupted(number: int, then: str = "all ranks were stopped") -> ScriptExit:
     """What to say of a job that a signal ended."""
     how = "interrupted" if number == signal.SIGINT else "terminated"
-    return ScriptExit(
-        128 + number, f"{how} ({signal.Signals(number).name}); all ranks were stopped"
-    )
+    return ScriptExit(128 + number, f"{how} ({signal.Signals(number).name}); {then}")
 
 
 def exit_code(code: int) -> int:

@@ -93,12 +93,16 @@ class LoggedOutput(RankOutput):
 
     At the end it shows the last lines of the rank that failed.
 
+    Args:
+        directory: the folder.
+        name: of a rank's file, without ``.log``.
+
     Raises:
         ConfigError: the folder cannot be made.
     """
 
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
+    def __init__(self, directory: Path, name: Callable[[int], str] = "rank_{}".format) -> None:
+        self._directory, self._name = directory, name
         self._files: dict[int, BinaryIO] = {}
         self._tails: dict[int, deque[bytes]] = {}
         try:
@@ -108,7 +112,7 @@ class LoggedOutput(RankOutput):
 
     def write(self, rank: int, error: bool, line: bytes) -> None:
         if rank not in self._files:
-            path = self._directory / f"rank_{rank}.log"
+            path = self._directory / f"{self._name(rank)}.log"
             self._files[rank] = open(path, "wb")  # noqa: SIM115 (closed by finish)
             self._tails[rank] = deque(maxlen=_TAIL_LINES)
         _print(self._files[rank], line)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
-import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,12 +15,12 @@ from fsdpcore.launch import failure_report, secret, supervision
 from fsdpcore.launch.addresses import is_loopback, parse_address
 from fsdpcore.launch.config import Config
 from fsdpcore.launch.endpoints import listen
-from fsdpcore.launch.environment import LAUNCH_VARIABLES
 from fsdpcore.launch.failure_report import FailureReports
 from fsdpcore.launch.processes import LOOPBACK, meeting_point
 from fsdpcore.launch.run.endings import RankEnds, ScriptExit, describe, ends_of
 from fsdpcore.launch.run.mpirun import run_launcher
 from fsdpcore.launch.run.output import OutputPipes, RankOutput
+from fsdpcore.launch.run.starting import Starter, shared_environment
 from fsdpcore.launch.supervision import Lifeline, RankProcess, Signals, StopRequested
 
 
@@ -101,7 +99,9 @@ def run_script(
         RendezvousError: the address cannot be listened at.
     """
     if config.transport_class.needs_launcher:
-        return run_launcher(command, share.world_size, _shared(config, environ, share))
+        return run_launcher(
+            command, share.world_size, shared_environment(config, environ, share.token, share.job)
+        )
     ends = run_share(command, config, environ, share, output, listening)
     threads = config.transport_class.ranks_are_threads
     ending = describe(
@@ -132,15 +132,15 @@ def run_share(
     first: RankProcess | None = None
     number, well = 0, False
     with FailureReports() as reports, contextlib.ExitStack() as stack, Signals() as signals:
-        shared = {**_shared(config, environ, share), failure_report.VARIABLE: reports.value}
+        shared = shared_environment(config, environ, share.token, share.job)
+        shared[failure_report.VARIABLE] = reports.value
         pipes = None if output is None else stack.enter_context(OutputPipes())
-        if output is not None:  # or lines would come when a rank ends
-            shared.setdefault("PYTHONUNBUFFERED", "1")
-        start = _Starter(command, shared, reports, output, pipes, rank_0_reads=overseer is None)
+        start = Starter(command, shared, output, pipes, rank_0_reads=overseer is None)
         try:
             signals.raised = True
             if config.transport_class.ranks_are_threads:
-                ranks.append(start(0, {"FSDPCORE_THREADS": str(share.count)}))
+                variables = {"FSDPCORE_THREADS": str(share.count)}
+                ranks.append(start(0, variables, [reports.fd]))
             else:
                 # Open until the end: a script may launch several times in turn.
                 listener = stack.enter_context(_listener(share, config.rendezvous_timeout))
@@ -148,7 +148,8 @@ def run_share(
                 if listening is not None:
                     listening(address)
                 for variables, descriptors in _places(share, address, listener):
-                    ranks.append(start(share.first_rank + len(ranks), variables, descriptors))
+                    rank = share.first_rank + len(ranks)
+                    ranks.append(start(rank, variables, [reports.fd, *descriptors]))
             first = supervision.wait(ranks, overseer)
             if first is not None:
                 if overseer is not None:
@@ -164,14 +165,6 @@ def run_share(
             signals.raised = False
             supervision.release(ranks, kill=not well)
         return ends_of(ranks, first, number, reports.read())
-
-
-def _shared(config: Config, environ: Mapping[str, str], share: JobShare) -> dict[str, str]:
-    """The environment of all ranks."""
-    shared = {name: value for name, value in environ.items() if name not in LAUNCH_VARIABLES}
-    shared["FSDPCORE_TRANSPORT"] = config.transport
-    shared[secret.TOKEN], shared[secret.JOB] = share.token, share.job
-    return shared
 
 
 @contextlib.contextmanager
@@ -213,45 +206,3 @@ def _places(
         else:
             descriptor = listener.fileno()
             yield {**variables, "FSDPCORE_RENDEZVOUS_FD": str(descriptor)}, [descriptor]
-
-
-class _Starter:
-    """Starts the processes of ranks."""
-
-    def __init__(
-        self,
-        command: Sequence[str],
-        environ: Mapping[str, str],
-        reports: FailureReports,
-        output: RankOutput | None,
-        pipes: OutputPipes | None,
-        *,
-        rank_0_reads: bool,
-    ) -> None:
-        self._command = command
-        self._environ = environ
-        self._reports = reports
-        self._output = output
-        self._pipes = pipes
-        self._rank_0_reads = rank_0_reads
-
-    def __call__(
-        self, rank: int, variables: Mapping[str, str], descriptors: Sequence[int] = ()
-    ) -> RankProcess:
-        with contextlib.ExitStack() as stack:
-            ends: Sequence[int | None] = (None, None)
-            if self._pipes is not None:
-                ends = stack.enter_context(self._pipes.ending_in(*self._handlers(rank)))
-            return RankProcess(
-                rank,
-                self._command,
-                environ={**self._environ, **variables},
-                pass_fds=[self._reports.fd, *descriptors],
-                stdin=None if rank == 0 and self._rank_0_reads else subprocess.DEVNULL,
-                stdout=ends[0],
-                stderr=ends[1],
-            )
-
-    def _handlers(self, rank: int) -> list[Callable[[bytes], None]]:
-        assert self._output is not None
-        return [functools.partial(self._output.write, rank, error) for error in (False, True)]

@@ -1,0 +1,479 @@
+"""``Member``: an agent's part in an elastic job, as a state machine.
+
+Agents are equal, and none is needed. Each tells the others what its seats are about, and hears who
+is there. One of them proposes the next generation when something is lost, or when all ranks have
+handed over; the agents of the last generation decide (``decree.py``).
+
+A member does no input or output of its own and has no clock: it is told the time, and its driver
+takes out what is to be sent and what has happened.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+from fsdpcore.elastic.decree import Decree
+from fsdpcore.elastic.events import Change, Event, Finished, Install, Stop
+from fsdpcore.elastic.generation import Generation, HostCard
+from fsdpcore.elastic.here import Here
+from fsdpcore.elastic.mail import Mail, Message
+from fsdpcore.elastic.paxos import Witness
+from fsdpcore.elastic.peers import Peers
+from fsdpcore.elastic.reports import Report
+from fsdpcore.elastic.succession import (
+    View,
+    ended,
+    is_disturbed,
+    is_paused,
+    successor,
+    undecided,
+    wished,
+)
+
+_SETTLE = 0.05  # seconds in which reports of one loss come together
+_STAGGER = 0.25  # seconds after which the next agent proposes
+_NONE = Generation(0, (), ())
+
+
+class Member:
+    """Which generation this host is in, and what comes next.
+
+    Call ``found`` or ``join`` once, tell what happens, and call ``tick`` at ``next_tick()`` at the
+    latest. After every call, take out ``take_outbox()`` and ``take_events()``. Nothing blocks, but
+    that a witness may read and write its file.
+
+    Args:
+        card: this agent.
+        minimum: ranks that a generation needs.
+        maximum: ranks that it has at most; the other seats wait.
+        lost_after: seconds of silence after which an agent is lost.
+        patience: seconds for which a decision, or enough ranks, are waited for.
+        job: messages of other jobs are ignored; empty takes the first that answers.
+        witness: what decides where two halves of a job cannot reach each other.
+        seed: of what is left to chance.
+
+    Attributes:
+        generation: the one that this host has seats in; None if there is none.
+        job: the job's id.
+        finished: the job's ranks have ended their program.
+        stopped: why this host cannot go on; empty if it can.
+    """
+
+    def __init__(
+        self,
+        card: HostCard,
+        *,
+        minimum: int,
+        maximum: int,
+        lost_after: float,
+        patience: float,
+        job: str,
+        witness: Witness | None = None,
+        seed: int = 0,
+    ) -> None:
+        self.generation: Generation | None = None
+        self.job = job
+        self.finished = False
+        self.stopped = ""
+        self._card, self._minimum, self._maximum = card, minimum, maximum
+        self._lost_after, self._patience = lost_after, patience
+        self._witness = witness
+        self._chance = random.Random(f"{seed}/{card.id}")  # noqa: S311 -- chance, no secret
+        self._here = Here()
+        self._peers = Peers(card.id, lost_after)
+        self._mail = Mail(self._peers)
+        self._founder = ""
+        self._hosts = 0  # that a founder waits for
+        self._addresses: tuple[str, ...] = ()
+        self._lost: dict[str, None] = {}  # where agents were that may be started again
+        self._decree: Decree | None = None
+        self._report = Report(card)
+        self._told: Report | None = None  # what the others were told last
+        self._waits_since: float | None = None  # for a decision, or to be taken along
+        self._unmet = 0  # generations in a row in which the ranks here did not meet
+        self._wish_told = False
+        self._beat_at = 0.0
+        self._wake = 0.0
+        self._events: list[Event] = []
+
+    # Founding and joining.
+
+    def found(self, hosts: int, now: float) -> None:
+        """Begin a job, once so many agents with seats are there, or some after ``patience``."""
+        self._founder, self._hosts = self._card.id, hosts
+        self._waits_since = now
+        self._review(now)
+
+    def join(self, addresses: Sequence[str], now: float) -> None:
+        """Ask to be taken along by the job of any of these agents."""
+        self._addresses = tuple(addresses)
+        self._waits_since = now
+        self._review(now)
+
+    # What happens on this host.
+
+    def seat_started(self, number: int, now: float) -> None:
+        """Expect a seat soon: changes in order wait until it is ready or has ended."""
+        self._here.start(number)
+        self._review(now)
+
+    def seat_ready(self, number: int, now: float) -> None:
+        """Take note that a process is up and wants to be a rank."""
+        self._here.come(number)
+        self._review(now)
+
+    def seat_ended(self, number: int, now: float) -> None:
+        """Take note that a process has ended, in whatever way."""
+        self._here.end(number)
+        self._review(now)
+
+    def seat_joined(self, number: int, generation: int, now: float) -> None:
+        """Take note that a rank has met the others."""
+        if self._is_now(number, generation):
+            self._here.joined.add(number)
+            self._unmet = 0
+        self._review(now)
+
+    def seat_broken(
+        self, number: int, generation: int, suspects: Sequence[int], reason: str, now: float
+    ) -> None:
+        """Take note that a rank has given up, and which ranks it suspects."""
+        if self._is_now(number, generation):
+            self._here.broke(number, suspects)
+        self._review(now)
+
+    def seat_paused(self, number: int, generation: int, now: float, leaves: bool = False) -> None:
+        """Take note that a rank has handed over at a commit at which all did.
+
+        It has done so as one that leaves, or as one that stays. Who wants to leave and stays is
+        asked again in the next generation.
+        """
+        if self._is_now(number, generation):
+            self._here.paused[number] = leaves
+        self._review(now)
+
+    def seat_leaves(self, number: int, reason: str, now: float) -> None:
+        """Take note that a rank wants to leave in order."""
+        self._here.leave(number, reason)
+        self._review(now)
+
+    def seat_finished(self, number: int, generation: int, now: float) -> None:
+        """Take note that a rank has ended its program, with all others."""
+        if self._is_now(number, generation):
+            self._finish()
+        self._review(now)
+
+    def leave(self, reason: str, now: float) -> None:
+        """Have all seats of this host leave in order."""
+        self._here.leave_all(reason)
+        self._review(now)
+
+    # The network and the time.
+
+    def receive(self, source: str, message: Message, now: float) -> None:
+        """Take in a message of another agent; what cannot be one is ignored."""
+        self._peers.catch_up(now)
+        try:
+            self._take_in(source, message, now)
+        except (KeyError, TypeError, ValueError, IndexError, AttributeError):
+            return
+        self._review(now)
+
+    def tick(self, now: float) -> None:
+        """Do what is due."""
+        self._peers.catch_up(now)
+        self._review(now)
+
+    def next_tick(self) -> float:
+        """When ``tick`` must be called at the latest."""
+        return min(self._beat_at, self._wake)
+
+    def everyone_knows(self, now: float) -> bool:
+        """Whether all others know that the job is finished, or do not answer."""
+        return self.finished and self._peers.all_finished(self._others(), now)
+
+    def take_outbox(self) -> list[tuple[str, Message]]:
+        """Return what is to be sent, with the address of each; they may get lost."""
+        return self._mail.take(self.job, self._report)
+
+    def take_events(self) -> list[Event]:
+        """Return what has happened since the last time."""
+        events, self._events = self._events, []
+        return events
+
+    # What comes in.
+
+    def _take_in(self, source: str, message: Message, now: float) -> None:
+        job, sequence = str(message["job"]), int(message["sequence"])
+        report = Report.decode(message["report"])
+        if self.stopped or (self.job and job and job != self.job) or report.card == self._card:
+            return
+        decided = message.get("decided")
+        if not self._is_ours(report, source) or report.card.address != source:
+            return
+        self.job = self.job or job
+        is_new = self._peers.note(report, sequence, now)
+        if decided:
+            self._learn(Generation.decode(decided), now)
+        if report.finished and report.generation == self._known.number:
+            self._finish()
+        number = message.get("number")
+        if number is not None and number == self._known.number + 1 and self._decree:
+            if self.finished:  # nothing is decided any more
+                self._mail.to(report.card.id)
+            else:
+                for host, answer in self._decree.receive(report.card.id, message):
+                    self._mail.to(host, answer)
+        elif is_new and report.generation < self._known.number:
+            self._mail.to(report.card.id)
+
+    def _is_ours(self, report: Report, source: str) -> bool:
+        """Whether an agent is of the same job as this one; take its job if this has none."""
+        if not report.founder or report.founder == self._founder:
+            return True
+        if self._known.number or (self._hosts and not report.generation):
+            return False
+        # Who founds a job that goes on already joins it: its agent was started again.
+        self._founder, self._hosts = report.founder, 0
+        self._addresses = (*self._addresses, source)
+        return True
+
+    def _is_now(self, number: int, generation: int) -> bool:
+        return (
+            self.generation is not None
+            and generation == self.generation.number
+            and number in self._here.seats(self.generation, self._card.id)
+        )
+
+    def _finish(self) -> None:
+        if not self.finished:
+            self.finished = True
+            self._events.append(Finished())
+
+    def _stop(self, reason: str, *, goes_on: bool = False) -> None:
+        if not self.stopped:
+            self.stopped = reason
+            self.generation = None
+            for number in [*self._here.ready, *self._here.starting]:
+                self._here.end(number)
+            self._events.append(Stop(reason, goes_on))
+
+    # Generations.
+
+    def _learn(self, decided: Generation, now: float) -> None:
+        """Install a generation that was decided."""
+        if decided.number <= self._known.number or self.finished:
+            return
+        before = self.generation
+        self._lost |= dict.fromkeys(card.address for card in self._known.hosts)
+        mine = self._here.seats(decided, self._card.id)
+        self._unmet = 0 if self._here.joined or not before else self._unmet + 1
+        old = self._here.seats(before, self._card.id) if before else ()
+        dropped = tuple(number for number in old if number not in mine and self._lives(number))
+        lost = [number for number in dropped if number not in self._here.leaving]
+        apart = {card.id for card in decided.hosts} - self._peers.linked(now)
+        self._here.install(mine, dropped)
+        self._peers.install(decided, now)
+        self._wish_told, self._waits_since = False, None
+        self._decree, self.generation = None, None
+        if mine:
+            self.generation = decided
+            self._decree = Decree(
+                decided,
+                f"{self.job}/{self._founder}",
+                self._card.id,
+                self._witness,
+                self._chance,
+                self._lost_after,
+            )
+        elif lost and apart:
+            self._stop(
+                f"the job goes on without this host as generation {decided.number}: "
+                f"{decided.reason}",
+                goes_on=True,
+            )
+            return
+        if mine or before:
+            ranks = {
+                seat.number: rank
+                for rank, seat in enumerate(decided.seats)
+                if seat.host == self._card.id
+            }
+            self._events.append(Install(decided, ranks, dropped))
+
+    def _lives(self, number: int) -> bool:
+        return number in self._here.ready
+
+    def _view(self, now: float, mute: frozenset[str] = frozenset()) -> View:
+        reports = {self._card.id: self._describe(now)}
+        reports |= self._peers.reports()
+        known = self.generation or _NONE
+        return View(self._card.id, known, reports, self._peers.linked(now), mute, self._unmet)
+
+    # What is to be done.
+
+    def _review(self, now: float) -> None:
+        """Look at everything again: who is lost, who comes, what can be decided."""
+        self._wake = now + self._lost_after
+        if not self.stopped and not self.finished:
+            if self.generation:
+                self._lead(now)
+            elif self._hosts and not self._known.number:
+                self._begin(now)
+            else:
+                self._wait(now)
+        self._speak(now)
+
+    def _begin(self, now: float) -> None:
+        """Form the first generation, as its founder."""
+        assert self._waits_since is not None
+        view, late = self._view(now), now >= self._waits_since + self._patience
+        first = successor(view, self._maximum)
+        starting = any(view.reports[host].starting for host in view.linked & {*view.reports})
+        enough = len(first.seats) >= self._minimum
+        if enough and ((len(first.hosts) >= self._hosts and not starting) or late):
+            self._learn(first, now)
+        elif late:
+            self._stop(
+                f"{len(first.seats)} ranks on {len(first.hosts)} hosts came within "
+                f"{self._patience:g} s, and the job needs {self._minimum}"
+            )
+        else:
+            self._wake_at(self._waits_since + self._patience)
+
+    def _wait(self, now: float) -> None:
+        """Wait to be taken along."""
+        if self._waits_since is None or self._peers.hears_job(now):
+            self._waits_since = now
+        if now >= self._waits_since + self._patience:
+            where = [card.address for card in self._known.hosts] or self._addresses
+            self._stop(
+                f"no agent of the job has answered within {self._patience:g} s at "
+                f"{', '.join(where)}"
+            )
+        self._wake_at(self._waits_since + self._patience)
+
+    def _lead(self, now: float) -> None:
+        """See to it that the next generation comes when it must."""
+        view = self._view(now)
+        assert self._decree is not None
+        if not (is_disturbed(view) or is_paused(view)):
+            self._waits_since = None
+            reason = wished(view, self._maximum)
+            if reason and not self._wish_told:
+                self._wish_told = True
+                self._events.append(Change(reason))
+        elif self._waits_since is None:
+            self._waits_since = now
+        self._vote(view, now)
+        if self._waits_since is not None and self.generation is view.generation:
+            self._give_up(view, now)
+
+    def _vote(self, view: View, now: float) -> None:
+        """Propose if it is this agent's turn, and go on with what it has proposed."""
+        decree = self._decree
+        assert decree is not None
+        if self._waits_since is not None and decree.may_propose(now):
+            due = self._waits_since + self._turn(view)
+            if now >= due and self._choose(view):
+                self._post(decree.propose(now))
+            elif now < due:
+                self._wake_at(due)
+        for _ in range(3):  # the phases of a decision
+            expected = view.linked & {card.id for card in view.generation.hosts}
+            self._post(decree.step(now, expected, lambda mute: self._choose(self._view(now, mute))))
+        if decree.proposes or (self._waits_since is not None and not decree.may_propose(now)):
+            self._wake_at(decree.next_step())
+        if decree.decided:
+            self._learn(Generation.decode(decree.decided), now)
+            for host in sorted({card.id for card in view.generation.hosts} | {*self._others()}):
+                if host != self._card.id:
+                    self._mail.to(host)
+
+    def _turn(self, view: View) -> float:
+        """How long after the first notice of a loss this agent proposes."""
+        there = [card.id for card in view.generation.hosts if card.id in view.linked]
+        settle = 0.0 if is_paused(view) else _SETTLE * 2 ** min(self._unmet, 6)
+        return settle + there.index(self._card.id) * min(_STAGGER, self._lost_after / 8)
+
+    def _choose(self, view: View) -> Message | None:
+        """The next generation, as far as this agent knows; None if there is no need for one."""
+        if not (is_disturbed(view) or is_paused(view)):
+            return None
+        following = successor(view, self._maximum)
+        return following.encode() if len(following.seats) >= self._minimum else None
+
+    def _give_up(self, view: View, now: float) -> None:
+        """Stop if there is nothing to wait for, or after ``patience``."""
+        assert self._waits_since is not None
+        late = now >= self._waits_since + self._patience
+        self._wake_at(self._waits_since + self._patience)
+        if not late and len(ended(view)) < len(view.generation.seats) and not is_paused(view):
+            return
+        following = successor(view, self._maximum)
+        pending = any(view.reports[host].starting for host in view.linked & view.reports.keys())
+        if not following.seats and not pending:
+            self._stop(f"no ranks are left: {following.reason}")
+        elif late and len(following.seats) < self._minimum:
+            self._stop(
+                f"{len(following.seats)} ranks are left, and the job needs {self._minimum}: "
+                f"{following.reason}"
+            )
+        elif late:
+            self._stop(undecided(view, self._patience, self._witness), goes_on=True)
+
+    # What goes out.
+
+    @property
+    def _known(self) -> Generation:
+        """The newest generation that this agent knows, which it need not be in."""
+        return self._peers.generation
+
+    def _wake_at(self, time: float) -> None:
+        self._wake = min(self._wake, time)
+
+    def _others(self) -> list[str]:
+        """The other agents that should know what this one knows."""
+        found = dict.fromkeys(card.id for card in self._known.hosts)
+        return [host for host in found if host != self._card.id]
+
+    def _describe(self, now: float) -> Report:
+        here = self._here
+        return Report(
+            self._card,
+            self._founder,
+            self._known.number,
+            self.generation is not None,
+            self.finished,
+            tuple(sorted(here.starting)),
+            tuple(sorted(here.ready)),
+            tuple(sorted(here.ended)),
+            tuple(sorted(here.leaving.items())),
+            tuple(sorted(here.paused)),
+            tuple(sorted(number for number, leaves in here.paused.items() if leaves)),
+            tuple(sorted(here.broken.items())),
+            self._peers.hears(now),
+            self._witness.id if self._witness else "",
+        )
+
+    def _speak(self, now: float) -> None:
+        """Tell the others what is new here, and that this agent is there."""
+        report = self._report = self._describe(now)
+        if report == self._told and (self.stopped or now < self._beat_at):
+            return
+        self._told = report
+        self._beat_at = now + self._lost_after / 4
+        hosts = {*self._others()}
+        if self.generation or self._hosts:
+            hosts |= report.hears
+        addresses = {self._peers.address(host) for host in hosts}
+        for host in sorted(hosts):
+            self._mail.to(host)
+        for address in self._lost if self.generation else self._addresses:
+            if address not in addresses and address != self._card.address:
+                self._mail.to_address(address)
+
+    def _post(self, messages: list[tuple[str, Message]]) -> None:
+        for host, message in messages:
+            self._mail.to(host, message)

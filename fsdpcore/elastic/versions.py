@@ -1,0 +1,280 @@
+"""Versions of a job's state in the memory of its ranks: made at commits, copied to other hosts.
+
+A version is a checkpoint whose files are in memory. Of each rank it has a part: the file that the
+rank would write to a disk, and a record of what is in it. The part is on that rank, and soon on
+another one, which ``buddies`` names. A version counts once every part is there whole, wherever.
+While one is made, the one before stays.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from fsdpcore.checkpoint.plan.describe import StatefulEngine
+from fsdpcore.checkpoint.plan.file_layout import FileLayout, lay_out
+from fsdpcore.checkpoint.plan.kinds import Stateful
+from fsdpcore.checkpoint.plan.save_plan import Rows, WrittenPiece
+from fsdpcore.checkpoint.save.commit import PreparedSave, write_prepared
+from fsdpcore.checkpoint.save.saver import Saver
+from fsdpcore.checkpoint.save.step_folder import file_name
+from fsdpcore.checkpoint.save.writing import FileSums
+from fsdpcore.checkpoint.storage.opening import DISK_TIMEOUT
+from fsdpcore.collectives import all_gather
+from fsdpcore.comm.backend import Backend
+from fsdpcore.core.buffers import Bytes
+from fsdpcore.core.geometry.regions import Box, Range, Region
+from fsdpcore.core.waiting import wait_all
+from fsdpcore.core.work import Work
+from fsdpcore.elastic.buddies import holders
+from fsdpcore.elastic.memory import MemoryStorage, new_room
+
+State = StatefulEngine | Stateful | Mapping[str, Any]
+
+NONE = -1
+"""In place of the commit of a version: there is none."""
+
+_SUMS = 2  # numbers of 64 bits at the end of a part
+
+
+class Version(NamedTuple):
+    """Which one; the higher, the newer.
+
+    Attributes:
+        generation: of the job, in which it was made.
+        commit: of the program.
+    """
+
+    generation: int
+    commit: int
+
+
+class Whole(NamedTuple):
+    """A version of which all parts are there.
+
+    Attributes:
+        version: which one.
+        keepers: for each part, the ranks (of now) that have it.
+        sizes: of each part, and of its file, in bytes.
+    """
+
+    version: Version
+    keepers: tuple[tuple[int, ...], ...]
+    sizes: tuple[tuple[int, int], ...]
+
+
+class Part(NamedTuple):
+    """What one rank has of a version.
+
+    Attributes:
+        version: of which it is.
+        rank: of that generation.
+        ranks: how many it had.
+        memory: the file, the record, checksums of the file.
+        file_bytes: of the file.
+    """
+
+    version: Version
+    rank: int
+    ranks: int
+    memory: Bytes
+    file_bytes: int
+
+    @property
+    def file(self) -> Bytes:
+        """The bytes of the file."""
+        return self.memory[: self.file_bytes]
+
+    def record(self) -> dict[str, Any]:
+        """What is in the file, and all that is no array."""
+        end = self.memory.size - 8 * _SUMS
+        found: dict[str, Any] = json.loads(self.memory[self.file_bytes : end].tobytes())
+        return found
+
+    def sums(self) -> FileSums:
+        """The checksums of the file's ends."""
+        return FileSums(*self.memory[-8 * _SUMS :].copy().view(np.uint64).tolist())
+
+
+class Vault:
+    """The parts that a rank has in its memory, its own and others', through all generations."""
+
+    def __init__(self) -> None:
+        self.parts: dict[tuple[Version, int], Part] = {}
+        self._free: list[Bytes] = []
+
+    def keep(self, part: Part) -> None:
+        """Have a part, which is whole."""
+        self.parts[part.version, part.rank] = part
+
+    def room(self, size: int) -> Bytes:
+        """Memory for a part of so many bytes."""
+        for index, each in enumerate(self._free):
+            if each.size >= size:
+                return self._free.pop(index)[:size]
+        self._free.clear()  # all too small
+        return new_room(size)
+
+    def keep_from(self, version: Version) -> None:
+        """Forget what is older than a version; its memory serves again.
+
+        All ranks must have left the backend in which that was copied, or have all of it.
+        """
+        self._forget([key for key, part in self.parts.items() if part.version < version])
+
+    def keep_only(self, version: Version) -> None:
+        """Forget all but a version; likewise."""
+        self._forget([key for key, part in self.parts.items() if part.version != version])
+
+    def _forget(self, keys: Iterable[tuple[Version, int]]) -> None:
+        for key in keys:
+            memory = self.parts.pop(key).memory
+            self._free.append(memory if memory.base is None else memory.base)
+
+
+class Versions:
+    """Makes the versions of one generation, on one rank.
+
+    Args:
+        vault: of this rank.
+        backend: of the generation; all ranks make this at the same time.
+        generation: its number.
+        hosts: the number of each rank's host, by its agent.
+    """
+
+    def __init__(
+        self, vault: Vault, backend: Backend, generation: int, hosts: Sequence[int]
+    ) -> None:
+        self._vault, self._backend = vault, backend
+        self._generation, self._hosts = generation, hosts
+        self._saver = Saver(MemoryStorage("the ranks' memory"), backend)
+        self._copies = backend.sub(range(backend.world_size), name="elastic copies")
+        self._pieces: tuple[WrittenPiece, ...] | None = None
+        self._layout: FileLayout
+        self._told = ""
+        self._works: list[Work] = []
+        self._coming: list[Part] = []
+        self._spread: list[tuple[Work, Part | None]] = []
+        self.made = NONE
+
+    @property
+    def here(self) -> int:
+        """The commit of the newest version of which this rank has all that it is to have."""
+        for each in [each for each in self._spread if each[0].done()]:
+            self._spread.remove(each)
+            each[0].wait()
+            if each[1] is not None:
+                self._vault.keep(each[1])
+        if self.made != NONE and all(work.done() for work in self._works):
+            self.wait()
+            return self.made
+        return NONE
+
+    def make(self, state: State, commit: int, leaving: Collection[int] = ()) -> None:
+        """Make a version, and begin to copy it; a collective, which blocks for the former.
+
+        The version before must be complete everywhere, or none of this generation.
+
+        Args:
+            state: what ``checkpoint.save`` takes.
+            commit: its number.
+            leaving: ranks that keep no copies.
+        """
+        prepared = self._saver.prepare(state, step=commit)
+        record = self._record(prepared)
+        file_bytes = self._layout.places.size
+        memory = self._vault.room(file_bytes + len(record) + 8 * _SUMS)
+        self._write(prepared, record, memory)
+        version, rank = Version(self._generation, commit), self._backend.rank
+        own = Part(version, rank, self._backend.world_size, memory, file_bytes)
+        self._vault.keep(own)
+        self.made = commit
+        self._copy(own, leaving)
+
+    def _write(self, prepared: PreparedSave, record: bytes, memory: Bytes) -> None:
+        storage = MemoryStorage("the ranks' memory", lambda size: memory)
+        name, layout = file_name(self._backend.rank), self._layout
+        sums = write_prepared(storage, name, layout, prepared, self._backend.device)
+        end = layout.places.size + len(record)
+        memory[layout.places.size : end] = np.frombuffer(record, np.uint8)
+        memory[end:] = np.array([sums.header, sums.table], np.uint64).view(np.uint8)
+
+    def _record(self, prepared: PreparedSave) -> bytes:
+        if prepared.pieces is not self._pieces:  # the plan is another one
+            self._pieces = prepared.pieces
+            save_id = f"elastic-{self._generation}"
+            self._layout = lay_out(prepared.pieces, save_id, self._backend.rank)
+            self._told = json.dumps([_encoded(each) for each in prepared.pieces])
+        about: dict[str, Any] = {"state": prepared.rank_state}
+        if prepared.plan is not None:  # rank 0 knows of all arrays, those without elements too
+            about |= {"info": prepared.info, "arrays": prepared.plan.arrays}
+        return f'{{"about":{json.dumps(about)},"pieces":{self._told}}}'.encode()
+
+    def _copy(self, own: Part, leaving: Collection[int]) -> None:
+        """Begin to send this rank's part, and to receive those that it is to keep for others."""
+        backend, group = self._backend, self._copies
+        keepers = holders(self._hosts, leaving)
+        sizes = all_gather(
+            np.array([[own.memory.size, own.file_bytes]]), backend, label="commit, sizes"
+        )
+        self._works, self._coming = [], []
+        for rank, keeper in enumerate(keepers):
+            if keeper == backend.rank:
+                size, file_bytes = sizes[rank].tolist()
+                memory = self._vault.room(size)
+                self._works.append(group.irecv(memory, rank))
+                self._coming.append(own._replace(rank=rank, memory=memory, file_bytes=file_bytes))
+        keeper = keepers[backend.rank]
+        if keeper is not None:
+            self._works.append(group.isend(own.memory, keeper))
+
+    def spread(self, whole: Whole) -> None:
+        """Begin to copy parts that only one host has; all ranks call it with the same version."""
+        hosts, rank = self._hosts, self._backend.rank
+        load = [0] * len(hosts)
+        for number, keepers in enumerate(whole.keepers):
+            others = [each for each in range(len(hosts)) if each not in keepers]
+            far = [each for each in others if hosts[each] not in {hosts[at] for at in keepers}]
+            if not far and (len(keepers) > 1 or not others):
+                continue
+            taker = min(far or others, key=lambda each: (load[each], each))
+            load[taker] += 1
+            key, tag = (whole.version, number), number + 1
+            if rank == keepers[0]:
+                sent = self._copies.isend(self._vault.parts[key].memory, taker, tag=tag)
+                self._spread.append((sent, None))
+            elif rank == taker:
+                size, file_bytes = whole.sizes[number]
+                part = Part(*key, len(whole.keepers), self._vault.room(size), file_bytes)
+                received = self._copies.irecv(part.memory, keepers[0], tag=tag)
+                self._spread.append((received, part))
+
+    def wait(self) -> None:
+        """Block until this rank has all of the newest version that it is to have."""
+        wait_all(self._works, timeout=DISK_TIMEOUT)
+        for part in self._coming:
+            self._vault.keep(part)
+        self._works, self._coming = [], []
+
+    def settle(self, commit: int) -> None:
+        """Forget what is older than a version that is complete on all ranks."""
+        if commit != NONE:
+            self._vault.keep_from(Version(self._generation, commit))
+
+
+def _encoded(piece: WrittenPiece) -> list[Any]:
+    region = piece.region
+    return [piece.name, piece.dtype, piece.shape, region.start, region.stop]
+
+
+def pieces_of(record: Mapping[str, Any]) -> list[WrittenPiece]:
+    """Return the pieces of a part's file."""
+    found = []
+    for name, dtype, shape, start, stop in record["pieces"]:
+        region: Region
+        region = Range(start, stop) if isinstance(start, int) else Box(tuple(start), tuple(stop))
+        found.append(WrittenPiece(name, dtype, tuple(shape), region, Rows(0, 0, 0)))
+    return found
