@@ -6,6 +6,8 @@
     fsdpcore run --transport nccl -n 2 examples/train_gpt.py   # each on a GPU of its own, with CuPy
     python examples/train_gpt.py --checkpoint runs/ckpt   # --resume goes on, on any number of ranks
     python examples/train_gpt.py --precision bf16         # mixed precision; made for GPUs
+    python examples/train_gpt.py --compress int8          # over slow links: a quarter of the bytes
+    python examples/train_gpt.py --compress int4 --outer-every 50   # groups that meet rarely
     fsdpcore run --elastic -n 1:4 examples/train_gpt.py --virtual-ranks 8   # ranks come and go
 
 Model and gradients are plain NumPy (gpt_model.py), or CuPy where the ranks have GPUs. What makes it
@@ -65,6 +67,9 @@ class Options:
     evaluate_every: int = 50
     evaluation_batches: int = 4
     virtual_ranks: int | None = None
+    compression: fc.Compression | None = None
+    outer_every: int | None = None
+    groups: int | None = None  # one for each rank, with outer steps
     sample_bytes: int = 300
 
 
@@ -80,19 +85,44 @@ class Trainer:
             )
         self.backend = backend
         self.options = options
+        # Groups that meet in outer steps only train an engine each.
+        apart = 1 if options.outer_every is None else options.groups or backend.world_size
+        self.mesh, self.groups = fc.Mesh(backend, {"group": apart, "shard": -1}), apart
+        self.group = self.mesh.coordinates["group"]
+        own = self.mesh["shard"] if apart > 1 else backend
         self.train, self.validation = load()
         self.xp = backend.device.xp
         self.stack = fc.LayerStack(build(options.model, self.xp))
         self.engine = fc.FSDP(
             self.stack.units(np.random.default_rng(options.seed)),
-            backend,
+            own,
             strategy=options.strategy,
             precision=PRECISIONS[options.precision],
             optimizer=fc.optim.AdamW(learning_rate(options), betas=(0.9, 0.95), weight_decay=0.1),
             prefetch=options.prefetch,
             algorithm=options.algorithm,
             virtual_ranks=options.virtual_ranks,
+            compression=options.compression if apart == 1 else None,
         )
+        self.outer = None
+        if options.outer_every is not None:
+            self.outer = fc.OuterStep(
+                self.engine,
+                self.mesh["group"],
+                every=options.outer_every,
+                compression=options.compression,
+            )
+
+    @property
+    def state(self) -> Any:
+        """What a checkpoint has to hold; each group has its own."""
+        return self.engine if self.outer is None else {"model": self.engine, "outer": self.outer}
+
+    @property
+    def folder(self) -> Path | None:
+        """Where the checkpoints of this rank's group are."""
+        folder = self.options.checkpoint
+        return folder if folder is None or self.outer is None else folder / f"group{self.group}"
 
     def step(self, number: int) -> float:
         """One step on the global batch; returns its loss in bits per byte, equal on all ranks.
@@ -115,7 +145,8 @@ class Trainer:
         # Gradients are summed over the sequences of all ranks and divided by their number, so
         # that it does not matter how many ranks there are, or whether they get equally many.
         losses = {}
-        with self.engine.step(divisor=self.options.batch) as step, self._overflow():
+        rows = self.options.batch / self.groups
+        with self.engine.step(divisor=rows) as step, self._overflow():
             for leaf in step.leaves():
                 x, y = self._rows(self.train, number, self.options.seed, leaf)
                 logits, saved = self.stack.forward(step, x)
@@ -124,6 +155,8 @@ class Trainer:
                 dlogits *= len(x) * self.engine.loss_scale
                 self.stack.backward(step, saved, dlogits)
             step.update(clip=1.0)
+        if self.outer is not None:
+            self.outer.step()
         return losses, step.skipped
 
     def _overflow(self) -> np.errstate:
@@ -169,14 +202,18 @@ class Trainer:
             batch_size=self.options.batch,
             context=self.options.model.context,
         )
-        mine = np.array_split(np.arange(self.options.batch), self.leaves)[leaf]
+        mine = np.array_split(np.arange(self.options.batch), self.leaves)[self._number(leaf)]
         return self.xp.asarray(x[mine]), self.xp.asarray(y[mine])
+
+    def _number(self, leaf: int) -> int:
+        """Which of the leaves of all groups one of this group is."""
+        return self.group * (self.leaves // self.groups) + leaf
 
     def _mean(self, losses: dict[int, Any]) -> float:
         """Bits per byte, from the sums of this rank's leaves over sequences, in nats."""
         row = np.zeros(self.leaves)
         for leaf, loss in losses.items():
-            row[leaf] = float(loss)  # a GPU is waited for here, and for the norm
+            row[self._number(leaf)] = float(loss)  # a GPU is waited for here, and for the norm
         # Nobody else has a number where one rank has: this sum has no order.
         fc.all_reduce(row, self.backend, out=row, algorithm=self.engine.host_algorithm)
         return float(row.sum()) / self.options.batch * BITS_PER_NAT
@@ -196,7 +233,7 @@ class History:
         history = cls(state["losses"], state["validation"])
         if job.commits:
             return history
-        folder = trainer.options.checkpoint
+        folder = trainer.folder
         there = fc.checkpoint.steps(folder) if folder is not None else []
         resume = trainer.options.resume or job.generation > 1  # too much was lost for the memory
         if there and not resume:
@@ -206,7 +243,7 @@ class History:
             )
         if folder is not None and resume:
             try:
-                loaded = fc.checkpoint.load(folder, trainer.engine, trainer.backend)
+                loaded = fc.checkpoint.load(folder, trainer.state, trainer.engine.backend)
             except fc.CheckpointNotFoundError:
                 say(trainer.backend, f"no checkpoint in {folder}: training begins anew")
             else:
@@ -226,17 +263,17 @@ class History:
 def checkpoints(trainer: Trainer) -> Iterator[Any]:
     """Give a function that saves a checkpoint, in the background, where one is due."""
     options = trainer.options
-    if options.checkpoint is None:
+    if trainer.folder is None:
         yield lambda done, history: None
         return
     keep = fc.checkpoint.Retention(last=2)
     with fc.checkpoint.AsyncCheckpointer(
-        options.checkpoint, trainer.backend, retention=keep
+        trainer.folder, trainer.engine.backend, retention=keep
     ) as saver:
 
         def save(done: int, history: History) -> None:
             if done % options.every == 0 or done == options.steps:
-                saver.save(trainer.engine, extra=history.extra())
+                saver.save(trainer.state, extra=history.extra())
 
         yield save
 
@@ -254,6 +291,11 @@ def learning_rate(options: Options) -> fc.optim.Schedule:
     return fc.optim.schedules.Cosine(options.lr, warmup, total, floor=options.lr / 10)
 
 
+def compression(width: Any) -> fc.Compression:
+    """Parameters and gradients as integers of as many bits."""
+    return fc.Compression(width, width)
+
+
 @fc.elastic.run
 def main(job: fc.elastic.Job, options: Options) -> list[float]:
     """One rank's program; returns the losses of all steps.
@@ -262,6 +304,11 @@ def main(job: fc.elastic.Job, options: Options) -> list[float]:
     """
     keep_freed_memory()
     backend = job.backend
+    if job.elastic and options.outer_every is not None:
+        raise fc.ArgumentError(
+            "--outer-every has groups that train apart, each with parameters of its own, and "
+            "--elastic keeps one engine of all ranks; leave one of them out"
+        )
     trainer = Trainer(backend, options)
     if job.generation > 1:
         say(backend, f"generation {job.generation}: {backend.world_size} ranks ({job.reason})")
@@ -371,6 +418,15 @@ def cli(
     virtual_ranks: Annotated[
         int | None, typer.Option(help="Shares of a batch: the bits are the same on any ranks.")
     ] = None,
+    compress: Annotated[
+        str | None, typer.Option(help="int8 or int4: how parameters and gradients travel.")
+    ] = None,
+    outer_every: Annotated[
+        int | None, typer.Option(min=1, help="Steps in which groups of ranks train apart.")
+    ] = None,
+    groups: Annotated[
+        int | None, typer.Option(min=1, help="How many, by default one for each rank.")
+    ] = None,
     out: Annotated[Path, typer.Option(help="Where the loss curve goes.")] = Path("runs/train_gpt"),
     checkpoint: Annotated[Path | None, typer.Option(help="Folder for checkpoints.")] = None,
     every: Annotated[int, typer.Option(min=1, help="Steps from checkpoint to checkpoint.")] = 100,
@@ -403,6 +459,9 @@ def cli(
             resume=resume,
             precision=precision,
             virtual_ranks=virtual_ranks,
+            compression=None if compress is None else compression(compress),
+            outer_every=outer_every,
+            groups=groups,
         )
         fc.launch(main, world_size=ranks, transport=transport, args=(options,))
     except (fc.ConfigError, fc.ArgumentError) as error:

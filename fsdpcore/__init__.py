@@ -60,10 +60,12 @@ if TYPE_CHECKING:
     from fsdpcore.adapters.fully_shard import ShardedLayers, fully_shard
     from fsdpcore.adapters.function import train_step
     from fsdpcore.adapters.layers import Chain, Layer, LayerStack
+    from fsdpcore.compress.compression import Compression
     from fsdpcore.core.geometry.boxes import BoxShard
     from fsdpcore.fsdp import optim
     from fsdpcore.fsdp.engine import FSDP
     from fsdpcore.fsdp.offload.offload import Offload
+    from fsdpcore.fsdp.outer_step import OuterStep
     from fsdpcore.fsdp.plan.estimate import MemoryEstimate, memory_estimate
     from fsdpcore.fsdp.plan.make_plan import make_plan
     from fsdpcore.fsdp.plan.plan import Plan
@@ -97,6 +99,7 @@ __all__ = [
     "ClosedError",
     "CommTimeoutError",
     "CommunicationError",
+    "Compression",
     "ConfigError",
     "CorruptCheckpointError",
     "ElasticError",
@@ -112,6 +115,7 @@ __all__ = [
     "MissingDependencyError",
     "NonFiniteGradientError",
     "Offload",
+    "OuterStep",
     "ParamTree",
     "PeerFailedError",
     "Plan",
@@ -171,6 +175,7 @@ _LATER = {
     "ArrayPiece": "fsdp.state.state",
     "BoxShard": "core.geometry.boxes",
     "Chain": "adapters.layers",
+    "Compression": "compress.compression",
     "EngineState": "fsdp.state.state",
     "FSDP": "fsdp.engine",
     "Layer": "adapters.layers",
@@ -178,6 +183,7 @@ _LATER = {
     "LossScale": "fsdp.units.precision",
     "MemoryEstimate": "fsdp.plan.estimate",
     "Offload": "fsdp.offload.offload",
+    "OuterStep": "fsdp.outer_step",
     "ParamTree": "fsdp.units.param_tree",
     "Plan": "fsdp.plan.plan",
     "Precision": "fsdp.units.precision",

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json as json_format
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, cast
+from typing import Annotated, Any, cast, get_args
 
 import ml_dtypes
 import numpy as np
@@ -15,10 +15,11 @@ import typer
 from numpy.typing import DTypeLike
 
 from fsdpcore.bench.harness.usage import one_line
+from fsdpcore.compress.compression import Width
 from fsdpcore.core import text
 from fsdpcore.core.errors import ArgumentError, ConfigError
 from fsdpcore.core.policy import Costs
-from fsdpcore.core.quantities import as_size
+from fsdpcore.core.quantities import as_rate, as_size
 from fsdpcore.fsdp.plan.choice import (
     Change,
     Training,
@@ -34,6 +35,8 @@ from fsdpcore.fsdp.units.precision import Precision
 from fsdpcore.launch.config import resolve
 
 NOTHING_FITS = 1
+# Of a link between ordinary machines, beside its rate: per message, byte reduced, and trip.
+_ALPHA, _GAMMA, _LATENCY = 2e-5, 1e-10, 1e-4
 _DTYPES: dict[str, DTypeLike] = {
     "fp32": np.float32,
     "fp16": np.float16,
@@ -70,6 +73,12 @@ def show_plan(
     transport: Annotated[
         str | None, typer.Option(help="Whose costs tell the time of communication.")
     ] = None,
+    compress: Annotated[
+        str | None, typer.Option(help="int8 or int4: how parameters and gradients travel.")
+    ] = None,
+    link: Annotated[
+        str | None, typer.Option(help="Between any two ranks, such as 100Mbit: what pays there.")
+    ] = None,
     operations: Annotated[
         bool, typer.Option("--operations", help="List every operation of the step.")
     ] = False,
@@ -92,9 +101,10 @@ def show_plan(
             prefetch=prefetch,
             microbatches=microbatches,
             sync=cast(Sync, sync),  # make_plan refuses what is none
-            costs=None if transport is None else _costs(transport),
-        )
-        answer = _Answer.to(training, wanted, None if memory is None else parse_memory(memory))
+            costs=_costs(transport, link),
+        ).compressed(_width(compress))
+        limit = None if memory is None else parse_memory(memory)
+        answer = _Answer.to(training, wanted, limit, linked=link is not None)
     if json:
         typer.echo(json_format.dumps(answer.as_dict(), indent=2))
     else:
@@ -113,6 +123,7 @@ class _Answer:
         best: the cheapest that fits.
         closest: the one that needs least memory.
         helps: what would make that fit, where none does.
+        ways: the wanted strategy with each way to travel, where a link was given.
     """
 
     plan: Plan
@@ -121,9 +132,12 @@ class _Answer:
     best: Plan | None
     closest: Plan
     helps: Sequence[Change]
+    ways: Mapping[str, Plan]
 
     @classmethod
-    def to(cls, training: Training, wanted: Strategy, limit: int | None) -> _Answer:
+    def to(
+        cls, training: Training, wanted: Strategy, limit: int | None, *, linked: bool
+    ) -> _Answer:
         """Work the plans out.
 
         Raises:
@@ -136,7 +150,11 @@ class _Answer:
         helps: list[Change] = []
         if limit is not None and best is None:
             helps = changes(training, closest.strategy, limit)
-        return cls(plan, others, limit, best, closest, helps)
+        widths: tuple[Width | None, ...] = (None, *get_args(Width)) if linked else ()
+        ways: dict[str, Plan] = {
+            each or "float32": training.compressed(each).plan(wanted) for each in widths
+        }
+        return cls(plan, others, limit, best, closest, helps, ways)
 
     @property
     def fails(self) -> bool:
@@ -146,7 +164,26 @@ class _Answer:
     def paragraphs(self, *, operations: bool) -> list[str]:
         """Return it as text."""
         parts = [str(self.plan), *([self.plan.table()] if operations else []), self._compared()]
+        if self.ways:
+            parts.append(self._travel())
         return parts if self.limit is None else [*parts, self._verdict(self.limit)]
+
+    def _travel(self) -> str:
+        """Return what each way to travel takes, and which one to take."""
+        rows = [
+            (name, text.size(plan.bytes_sent), text.duration(plan.seconds))
+            for name, plan in self.ways.items()
+        ]
+        best = min(self.ways, key=lambda name: self.ways[name].seconds or 0.0)
+        lines = [text.columns(("travels as", "sent", "communication"), rows)]
+        if best == "float32":
+            lines.append("nothing is gained by --compress here")
+        else:
+            lines.append(
+                f"least with --compress {best}; fc.OuterStep divides that by the steps between "
+                "meetings, where groups of ranks may train apart"
+            )
+        return "\n".join(lines)
 
     def _compared(self) -> str:
         rows = [
@@ -189,6 +226,10 @@ class _Answer:
                 }
                 for other in self.others
             ],
+            "travel": {
+                name: {"bytes_sent": plan.bytes_sent, "seconds": plan.seconds}
+                for name, plan in self.ways.items()
+            },
             "memory": self.limit,
             "cheapest": None if self.best is None else in_words(self.best.strategy),
             "changes": [
@@ -234,7 +275,20 @@ def _precision(param: str, reduce: str | None) -> Precision | None:
     return Precision(param_dtype, reduce_dtype)
 
 
-def _costs(transport: str) -> Costs:
+def _width(compress: str | None) -> Width | None:
+    if compress is not None and compress not in get_args(Width):
+        raise ConfigError(f"--compress must be int8 or int4, got {compress!r}")
+    return cast(Width | None, compress)
+
+
+def _costs(transport: str | None, link: str | None) -> Costs | None:
+    if link is not None:
+        if transport is not None:
+            raise ConfigError("--link and --transport both say what communication costs; pass one")
+        rate = as_rate(link, "--link", error=ConfigError)
+        return Costs(_ALPHA, 1 / rate, _GAMMA, _LATENCY)
+    if transport is None:
+        return None
     config = resolve({"transport": transport}, os.environ, Path.cwd())
     costs = config.policy.tuning.costs
     if costs is None:

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from fsdpcore.comm.backend import Backend
+from fsdpcore.compress.compression import Compression
 from fsdpcore.core.errors import ArgumentError
 from fsdpcore.fsdp.offload.offload import Offload, OffloadStats
 from fsdpcore.fsdp.optim.groups import Given
@@ -96,6 +97,7 @@ class FSDP(StateVerbs):
         virtual_ranks: into how many shares a batch is cut, whose gradients are summed in one fixed
             order, so that the number of ranks changes no bit of the parameters. At least one for
             each rank. A step goes through those of its rank: ``for leaf in step.leaves()``.
+        compression: what travels as integers of 8 or 4 bits, for slow links; see ``Compression``.
 
     Attributes:
         units: in order; verbs can be called on them directly.
@@ -126,6 +128,7 @@ class FSDP(StateVerbs):
         seed: int = 0,
         algorithm: str = "auto",
         virtual_ranks: int | None = None,
+        compression: Compression | None = None,
     ) -> None:
         if not isinstance(backend, Backend) or not is_units(units):
             raise ArgumentError(
@@ -136,7 +139,8 @@ class FSDP(StateVerbs):
         self.backend = backend
         self.device = backend.device
         options = EngineOptions.of(
-            strategy, precision, prefetch, window, offload, seed, algorithm, virtual_ranks, backend
+            *(strategy, precision, prefetch, window, offload, seed, algorithm, virtual_ranks),
+            *(compression, backend),
         )
         self.strategy, self.precision = options.strategy, options.precision
         self.prefetching, self.offload = options.prefetch, options.offload

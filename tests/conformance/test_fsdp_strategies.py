@@ -155,3 +155,19 @@ def test_fifty_steps_everywhere(transport, world_size):
     )
     for ours, setup in zip(zip(*results, strict=True), setups, strict=True):
         assert_same_bits(ours, expected(world_size, LONG, setup))
+
+
+QUANTISED = [
+    Setup(
+        KINDS[kind](2), clip=CLIP, compression=fc.Compression("int8", "int4", error_feedback=True)
+    )
+    for kind in ("full", "grad op", "none")
+]
+
+
+@pytest.mark.parametrize("transport", ["zmq", pytest.param("mpi", marks=pytest.mark.campaign)])
+def test_what_is_quantised_has_the_same_bits_on_every_transport(transport):
+    results = run(train_all, transport=transport, world_size=2, args=(QUANTISED, SHORT))
+    for number, setup in enumerate(QUANTISED):
+        reference = sim(2, SHORT, setup)[0]
+        assert_same_bits([result[number] for result in results], reference[:3])

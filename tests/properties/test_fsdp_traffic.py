@@ -293,3 +293,24 @@ def test_eight_ranks_hold_an_eighth_of_everything_and_the_units_in_use(monkeypat
     live = prefetch + 1 + 2  # parameters; gradients that are written, and that are reduced
     for allocated, *_ in ranks:
         assert allocated <= 6 * (4 * unit + 2 * padding) / 8 + live * (unit + padding)
+
+
+@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "no_shard"])
+def test_what_is_quantised_sends_the_bytes_of_the_formula(strategy):
+    """4 ranks, 8192 elements each of a unit, in blocks of 64 with a scale of 4 bytes."""
+    packed = 8192 // 64 * (4 + 32)
+    moves = {"full_shard": 3, "shard_grad_op": 2, "no_shard": 2}[strategy]
+
+    def body(backend):
+        shapes = dict.fromkeys("ab", (128, 256))
+        int4 = fc.Compression("int4", "int4")
+        engine = engine_of(backend, shapes, strategy, compression=int4, algorithm="direct")
+        counts = []
+        for _ in range(3):
+            before = sum(backend.sent)
+            one_step(engine)
+            counts.append(sum(backend.sent) - before)
+        assert counts[-1] == engine.stats.bytes_sent == engine.plan().bytes_sent
+        return counts[-1] - AGREED * 3
+
+    assert run_on(CountingSim, body, world_size=4, shm="off") == [2 * moves * 3 * packed] * 4

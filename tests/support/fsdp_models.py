@@ -39,6 +39,7 @@ class Setup:
         clip: largest L2 norm.
         parts: microbatches of a step.
         deferred: gradients of all microbatches but the last are kept by ``no_sync``.
+        compression: what travels quantised.
     """
 
     strategy: fc.Strategy = FULL
@@ -48,6 +49,7 @@ class Setup:
     parts: int = 1
     deferred: bool = False
     algorithm: str = "auto"
+    compression: fc.Compression | None = None
 
 
 def divisors(number: int) -> list[int]:
@@ -111,6 +113,7 @@ def train_gpt(backend: Any, steps: int, setup: Setup) -> tuple[list[float], list
         prefetch=setup.prefetch,
         window=setup.window,
         algorithm=setup.algorithm,
+        compression=setup.compression,
     )
     losses, norms = [], []
     for number in range(steps):

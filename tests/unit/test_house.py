@@ -18,6 +18,7 @@ HOUSES: dict[str, tuple[set[str], ...]] = {
         {"diagnostics"},
         {"comm"},
         {"collectives"},
+        {"compress"},
         {"fsdp"},
         {"data", "parallel"},
         {"checkpoint"},
@@ -49,6 +50,7 @@ HOUSES: dict[str, tuple[set[str], ...]] = {
         {"step"},
         {"plan"},
         {"engine"},
+        {"outer_step"},
     ),
     "fsdpcore.launch": (
         {"addresses", "exec_rank", "failure_report", "printing", "secret", "supervision"},

@@ -366,6 +366,10 @@ def test_tables():
         ({"prefetch_bytes": 0}, "max_bytes"),
         ({"optimizer_states": -1}, "optimizer_states must be at least 0"),
         ({"precision": Precision(np.float64)}, "wider"),
+        (
+            {"compression": fc.Compression(), "virtual_ranks": 4},
+            "not go together with virtual_ranks",
+        ),
         ({"compute_seconds": [1.0]}, "one number for each of the 2 units, got 1"),
         ({"compute_seconds": [1.0, -1.0]}, "'layer 1' must be at least 0"),
         ({"units": 3}, "must be a list of Unit or UnitSize, got 3"),

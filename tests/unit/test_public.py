@@ -31,11 +31,11 @@ ERRORS = """
 MODULES = {
     "fsdpcore": f"""
         {OPERATIONS} {ERRORS}
-        ANY ArrayPiece Backend Batch BoxShard Capabilities Chain EngineState FSDP Layer LayerStack
-        LossScale MemoryEstimate Mesh MessageStatus Offload ParamTree Plan Precision Prefetch
-        ReduceOp Report ShardedArray ShardedLayers Spec Step Strategy SubBackend Tied Unit UnitSize
-        Work __version__ adapters checkpoint data dump_trace elastic errors fully_shard init
-        initializers launch
+        ANY ArrayPiece Backend Batch BoxShard Capabilities Chain Compression EngineState FSDP Layer
+        LayerStack LossScale MemoryEstimate Mesh MessageStatus Offload OuterStep ParamTree Plan
+        Precision Prefetch ReduceOp Report ShardedArray ShardedLayers Spec Step Strategy SubBackend
+        Tied Unit UnitSize Work __version__ adapters checkpoint data dump_trace elastic errors
+        fully_shard init initializers launch
         make_plan memory_estimate optim parallel train_step wait_all wait_any
     """,
     "fsdpcore.errors": ERRORS,

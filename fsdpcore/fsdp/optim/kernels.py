@@ -6,20 +6,14 @@ import functools
 import importlib.util
 import math
 import sys
-from collections.abc import Callable
 from typing import Any
 
 from numpy.typing import NDArray
 
+from fsdpcore.core.compiling import Kernel, available, compiled
 from fsdpcore.core.errors import MissingDependencyError
 
-Kernel = Callable[..., None]
-
-
-@functools.cache
-def available() -> bool:
-    """Return whether numba is installed; does not import it."""
-    return importlib.util.find_spec("numba") is not None
+__all__ = ["Kernel", "adam", "amsgrad", "available", "require"]
 
 
 def require(optimizer: str) -> None:
@@ -53,15 +47,7 @@ def amsgrad() -> Kernel:
 def _compiled(function: Kernel) -> Kernel:
     if not available():
         raise _missing("Adam and AdamW")
-    import numba
-
-    # Division by zero gives inf as in NumPy. No fastmath: the order of operations stays.
-    options: dict[str, Any] = {"nogil": True, "error_model": "numpy"}
-    try:
-        kernel: Kernel = numba.njit(cache=True, **options)(function)
-    except RuntimeError:  # no folder that could keep the compiled code
-        kernel = numba.njit(**options)(function)
-    return kernel
+    return compiled(function)
 
 
 def _adam(

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import ml_dtypes
 
+from fsdpcore.compress.compression import Compression, Width
 from fsdpcore.core.policy import Costs
 from fsdpcore.fsdp.plan.make_plan import Sync, make_plan
 from fsdpcore.fsdp.plan.plan import Plan
@@ -32,7 +33,8 @@ class Training:
         params: number of parameters.
         layers: units that they are spread over.
         world_size: number of ranks.
-        precision, optimizer_states, prefetch, microbatches, sync, costs: as of ``make_plan``.
+        precision, optimizer_states, prefetch, microbatches, sync, costs, compression: as of
+            ``make_plan``.
     """
 
     params: float
@@ -44,6 +46,7 @@ class Training:
     microbatches: int = 1
     sync: Sync = "each"
     costs: Costs | None = None
+    compression: Compression | None = None
 
     @property
     def units(self) -> tuple[UnitSize, ...]:
@@ -62,7 +65,13 @@ class Training:
             microbatches=self.microbatches,
             sync=self.sync,
             costs=self.costs,
+            compression=self.compression,
         )
+
+    def compressed(self, width: Width | None) -> Training:
+        """Return the same with parameters and gradients that travel as such integers, or not."""
+        compression = None if width is None else Compression(width, width)
+        return dataclasses.replace(self, compression=compression)
 
 
 def candidates(world_size: int, wanted: Strategy) -> tuple[Strategy, ...]:

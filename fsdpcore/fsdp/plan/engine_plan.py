@@ -63,6 +63,7 @@ def plan_of(
         whole=whole,
         costs=functools.partial(_seconds, model.groups),
         compute_seconds=compute_seconds,
+        compression=None if model.wire is None else model.wire.travel,
         virtual_ranks=options.virtual_ranks,
     )
     plan = _with_owners(plan, model)

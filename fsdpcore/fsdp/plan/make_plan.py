@@ -9,6 +9,7 @@ import dataclasses
 from collections.abc import Callable, Iterable, Sequence, Sized
 from typing import Literal, get_args
 
+from fsdpcore.compress.compression import Compression
 from fsdpcore.core.capabilities import Capabilities
 from fsdpcore.core.checks import as_choice, as_finite, as_int
 from fsdpcore.core.errors import ArgumentError
@@ -22,6 +23,7 @@ from fsdpcore.fsdp.plan.units import sizes_of
 from fsdpcore.fsdp.plan.walk import PlannedStep, walk
 from fsdpcore.fsdp.sharding.placement import storage_kind
 from fsdpcore.fsdp.sharding.strategy import Strategy
+from fsdpcore.fsdp.sharding.travel import Travel
 from fsdpcore.fsdp.sharding.virtual_ranks import Leaves
 from fsdpcore.fsdp.units.options import Prefetch
 from fsdpcore.fsdp.units.precision import Precision
@@ -50,6 +52,7 @@ def make_plan(
     whole: bool = False,
     costs: Costs | Capabilities | CollectiveSeconds | None = None,
     compute_seconds: Sequence[float] | None = None,
+    compression: Compression | Travel | None = None,
     virtual_ranks: int | None = None,
 ) -> Plan:
     """Work out a training step, such as every step but the first one is.
@@ -77,6 +80,8 @@ def make_plan(
         costs: of the transport, for ``seconds``; or what tells them for each collective.
         compute_seconds: of each unit's forward pass; a backward pass counts twice as long. With
             ``costs``, for ``step_seconds`` and ``exposed_seconds``.
+        compression: what is quantised on its way; in every group of ranks, unless a ``Travel`` says
+            more. Of a ``UnitSize`` all is that is not ``exact``.
         virtual_ranks: as of ``FSDP``; all passes are those of each of them then, and gradients are
             reduced once.
 
@@ -92,17 +97,24 @@ def make_plan(
         plan = fc.make_plan(units, world_size=16, strategy="shard_grad_op")
         print(plan)
     """
-    sizes = sizes_of(units)
+    quantised = compression.compression if isinstance(compression, Travel) else compression
+    sizes = sizes_of(units, quantised)
     if isinstance(strategy, str):
         strategy = Strategy(strategy)
     world_size, rank = _checked_world(world_size, rank)
     as_choice(sync, get_args(Sync), "sync")
     states = as_int(optimizer_states, "optimizer_states", minimum=0)
     place, virtual = strategy.place(world_size), virtual_ranks is not None
+    travel = Travel(compression, place) if isinstance(compression, Compression) else compression
     if virtual_ranks is not None:
         virtual_ranks = as_int(virtual_ranks, "virtual_ranks", minimum=world_size)
+        if travel is not None:
+            raise ArgumentError(
+                "compression does not go together with virtual_ranks; plan with one of them"
+            )
     leaves = Leaves(LeafTree(virtual_ranks or world_size), place, rank, virtual)
-    layouts = lay_out(sizes, place.shards, precision, virtual=virtual)
+    lags = travel is not None and travel.lags
+    layouts = lay_out(sizes, place.shards, precision, virtual=virtual, lags=lags)
     step = PlannedStep(
         units=layouts,
         leaves=leaves,
@@ -112,6 +124,7 @@ def make_plan(
         storage=storage_kind(place, windowed=windowed, pinned=brought),
         tensor=as_int(tensor, "tensor", minimum=1),
         whole=bool(whole),
+        travel=travel,
     )
     log = walk(step)
     compute = None if compute_seconds is None else _compute(compute_seconds, sizes)

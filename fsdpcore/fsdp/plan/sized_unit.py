@@ -8,8 +8,9 @@ from typing import NamedTuple
 from fsdpcore.core.geometry.layout import FlatLayout
 from fsdpcore.fsdp.offload.arrays import ArrayKind
 from fsdpcore.fsdp.plan.sizes import UnitBytes
-from fsdpcore.fsdp.plan.step_log import StepLog
-from fsdpcore.fsdp.sharding.placement import GradientReduction, StorageKind, all_gather_sends
+from fsdpcore.fsdp.plan.step_log import CollectiveKind, StepLog
+from fsdpcore.fsdp.sharding.placement import StorageKind, all_gather_sends
+from fsdpcore.fsdp.sharding.travel import Travel
 from fsdpcore.fsdp.sharding.virtual_ranks import Leaves
 from fsdpcore.fsdp.units.sharded_unit import ParamState
 
@@ -23,9 +24,10 @@ class _InMemory:
         """Nothing to do."""
 
 
-class _ParameterGathering(NamedTuple):
-    """A collective that gathers one flat buffer; sizes in bytes."""
+class _Collective(NamedTuple):
+    """One that moves a flat buffer; sizes in bytes."""
 
+    kind: CollectiveKind
     ranks: int
     nbytes: int
     padding: int
@@ -38,24 +40,25 @@ class SizedGradients:
     Args:
         sizes: of the unit.
         leaves: whose gradients are summed.
+        reductions: the collectives that sum them.
         log: of the step.
 
     Attributes:
         sends: bytes that this rank sends in a reduction.
     """
 
-    def __init__(self, sizes: UnitBytes, leaves: Leaves, log: StepLog) -> None:
+    def __init__(
+        self, sizes: UnitBytes, leaves: Leaves, reductions: Sequence[_Collective], log: StepLog
+    ) -> None:
         self._name = sizes.name
         self._nbytes = sizes.gradients
-        self._item = sizes.dtypes.grad.itemsize
-        trained = sizes.trained.size > 0
-        reductions = self._reductions = leaves.reductions(sizes.trained) if trained else ()
-        self._room = leaves.room(sizes.trained) * self._item
+        self._reductions = reductions
+        self._room = leaves.room(sizes.trained) * sizes.dtypes.grad.itemsize
         self._leaves = leaves
         self._ended = 0  # virtual ranks that are complete
         self._sums = 0  # buffers that theirs are added up in
         self._log = log
-        self.sends = sum(each.sent for each in reductions) * self._item
+        self.sends = sum(each.sent for each in reductions)
         self._kept = False
         self._tied: dict[str, int] = {}  # bytes that uses in other units have added, by name
         self._reducing: list[int] | None = None  # the numbers of the collectives under way
@@ -131,14 +134,14 @@ class SizedGradients:
         self._reducing = None
         self._log.take(gradients=-self._reduced)
 
-    def _issue(self, each: GradientReduction, *, background: bool) -> int:
+    def _issue(self, each: _Collective, *, background: bool) -> int:
         return self._log.issue(
             each.kind,
             self._name,
             each.ranks,
-            each.size * self._item,
-            each.padding * self._item,
-            sent=each.sent * self._item,
+            each.nbytes,
+            each.padding,
+            sent=each.sent,
             background=background,
         )
 
@@ -151,6 +154,7 @@ class SizedUnit:
         leaves: who keeps what, and computes what.
         storage: where its parameters are.
         log: of the step.
+        travel: what is quantised on its way; None for nothing.
 
     Attributes:
         owners: the units that its tied parameters belong to, by a name of the tie.
@@ -165,13 +169,15 @@ class SizedUnit:
         leaves: Leaves,
         storage: StorageKind,
         log: StepLog,
+        travel: Travel | None = None,
     ) -> None:
         self.name = sizes.name
         self.trainable = sizes.trained.size > 0
         self.owners: Mapping[str, SizedUnit] = {}
         self.state = ParamState.SHARDED
         placement = leaves.placement
-        self.gradients = SizedGradients(sizes, leaves, log)
+        reductions = _reductions(sizes, leaves, travel) if self.trainable else ()
+        self.gradients = SizedGradients(sizes, leaves, reductions, log)
         self._sizes = sizes
         self._placement = placement
         self._log = log
@@ -180,6 +186,9 @@ class SizedUnit:
         self._fresh = not storage.moves
         layouts = (sizes.trained,) if storage.keeps else sizes.parts
         self._from_shards = _gatherings(layouts, placement.shards)
+        if travel is not None and travel.gathers and self.trainable:
+            quantised = _quantised_gathering(sizes, travel, leaves.rank)
+            self._from_shards = (quantised, *self._from_shards[1:])
         self._from_parts = _gatherings(layouts, placement.regather)
         self._has_part = False  # a larger part than the shard
         self._gathers: list[int] = []
@@ -194,7 +203,7 @@ class SizedUnit:
     # Parameters.
 
     @property
-    def _gatherings(self) -> Sequence[_ParameterGathering]:
+    def _gatherings(self) -> Sequence[_Collective]:
         """The collectives that gather it now."""
         if self._fresh:
             return ()
@@ -293,10 +302,28 @@ class SizedUnit:
         ]
 
 
-def _gatherings(layouts: Iterable[FlatLayout], ranks: int) -> tuple[_ParameterGathering, ...]:
+def _quantised_gathering(sizes: UnitBytes, travel: Travel, rank: int) -> _Collective:
+    """The collective that gathers the trained parameters."""
+    packing, ranks = travel.gathering(sizes.trained, sizes.exact), travel.placement.shards
+    sent = packing.gather_sends(rank % ranks)
+    return _Collective("all_gather", ranks, sum(packing.counts), 0, sent)
+
+
+def _reductions(sizes: UnitBytes, leaves: Leaves, travel: Travel | None) -> tuple[_Collective, ...]:
+    """The collectives that sum gradients."""
+    if travel is not None and travel.reduces:
+        found = travel.reductions(sizes.trained, sizes.exact, leaves.rank)
+    else:
+        item = sizes.dtypes.grad.itemsize
+        found = [each.in_bytes(item) for each in leaves.reductions(sizes.trained)]
+    return tuple(_Collective(*each) for each in found)
+
+
+def _gatherings(layouts: Iterable[FlatLayout], ranks: int) -> tuple[_Collective, ...]:
     """The collectives by which so many ranks gather flat buffers."""
     return tuple(
-        _ParameterGathering(
+        _Collective(
+            "all_gather",
             ranks,
             layout.padded_size * layout.dtype.itemsize,
             layout.padding * layout.dtype.itemsize,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -35,6 +35,8 @@ class UnitSize:
             dtypes, ``((elements, dtype), ...)``, one for each.
         ties: for each parameter that is another one: the name of the unit that owns that, its name
             there, and the elements of its gradient, which are 0 if it is frozen.
+        exact: which of the trained elements travel as they are where others are quantised: pairs of
+            the first one, and the one behind the last; in order.
 
     Raises:
         ArgumentError: a size below 0, or a dtype that is none.
@@ -49,6 +51,7 @@ class UnitSize:
     dtype: DTypeLike = np.float32
     frozen: int | tuple[tuple[int, DTypeLike], ...] = 0
     ties: tuple[tuple[str, str, int], ...] = ()
+    exact: tuple[tuple[int, int], ...] = ()
 
     def __post_init__(self) -> None:
         as_name(self.name, "a unit's name")
@@ -105,6 +108,7 @@ class UnitBytes:
         dtypes: of the trained parameters.
         ties: for each tied parameter, the number of its owner, its name there, and
             the elements of its gradient.
+        exact: as of ``UnitSize``.
     """
 
     name: str
@@ -112,6 +116,7 @@ class UnitBytes:
     frozen: tuple[FlatLayout, ...]
     dtypes: Dtypes
     ties: tuple[tuple[int, str, int], ...] = ()
+    exact: tuple[tuple[int, int], ...] = ()
 
     @classmethod
     def of(
@@ -121,17 +126,19 @@ class UnitBytes:
         shards: int,
         precision: Precision,
         block: int,
+        *,
+        lags: bool = False,
     ) -> UnitBytes:
         """Lay a unit out over so many shards; ``numbers`` are those of all units, by name."""
         ties = tuple((numbers[owner], param, size) for owner, param, size in unit.ties)
         master = np.dtype(unit.dtype)
-        dtypes = precision.dtypes(master)
+        dtypes = replace(precision.dtypes(master), lags=lags)
         frozen = [
             _flat(size, dtypes.param if dtype == master else dtype, shards, block)
             for size, dtype in unit.frozen_parts
         ]
         trained = _flat(unit.size, dtypes.param, shards, block)
-        return cls(unit.name, trained, tuple(frozen), dtypes, ties)
+        return cls(unit.name, trained, tuple(frozen), dtypes, ties, unit.exact)
 
     @property
     def parts(self) -> tuple[FlatLayout, ...]:
@@ -150,12 +157,25 @@ class UnitBytes:
 
 
 def lay_out(
-    units: Sequence[UnitSize], shards: int, precision: Precision | None, *, virtual: bool
+    units: Sequence[UnitSize],
+    shards: int,
+    precision: Precision | None,
+    *,
+    virtual: bool,
+    lags: bool = False,
 ) -> tuple[UnitBytes, ...]:
-    """Lay all units out over so many shards, which begin at blocks with ``virtual`` ranks."""
+    """Lay all units out over so many shards.
+
+    Args:
+        units: in order.
+        shards: of each flat buffer.
+        precision: None for that of the units.
+        virtual: there are virtual ranks, so that shards begin at blocks.
+        lags: see ``Travel``.
+    """
     numbers = {unit.name: number for number, unit in enumerate(units)}
     dtypes, block = precision or Precision(), LEAF_BLOCK if virtual else 1
-    return tuple(UnitBytes.of(unit, numbers, shards, dtypes, block) for unit in units)
+    return tuple(UnitBytes.of(unit, numbers, shards, dtypes, block, lags=lags) for unit in units)
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,10 @@ from typing import Any
 
 import numpy as np
 
+from fsdpcore.compress.compression import Compression
+from fsdpcore.compress.packing import Span
 from fsdpcore.core.errors import ArgumentError
+from fsdpcore.core.geometry.layout import ParamRange
 from fsdpcore.fsdp.plan.sizes import UnitSize
 from fsdpcore.fsdp.units.special import elements_of
 from fsdpcore.fsdp.units.unit import Unit, sharded_of
@@ -16,8 +19,12 @@ from fsdpcore.fsdp.units.unit import Unit, sharded_of
 _Places = dict[Hashable, tuple[Unit, str]]
 
 
-def sizes_of(units: Iterable[UnitSize | Unit]) -> tuple[UnitSize, ...]:
+def sizes_of(
+    units: Iterable[UnitSize | Unit], compression: Compression | None = None
+) -> tuple[UnitSize, ...]:
     """Return the sizes of units, whether they belong to an engine already or not.
+
+    With ``compression`` they say what of them travels as it is.
 
     Raises:
         ArgumentError: something else among them, two of the same name, or a tie to none of them.
@@ -35,7 +42,10 @@ def sizes_of(units: Iterable[UnitSize | Unit]) -> tuple[UnitSize, ...]:
         names.add(unit.name)
     known = {unit.name: unit for unit in given if isinstance(unit, Unit)}
     seen: _Places = {}
-    sizes = [unit if isinstance(unit, UnitSize) else _size(unit, known, seen) for unit in given]
+    sizes = [
+        unit if isinstance(unit, UnitSize) else _size(unit, known, seen, compression)
+        for unit in given
+    ]
     for size in sizes:
         for owner, *_ in size.ties:
             if owner not in names:
@@ -43,16 +53,22 @@ def sizes_of(units: Iterable[UnitSize | Unit]) -> tuple[UnitSize, ...]:
     return tuple(sizes)
 
 
-def _size(unit: Unit, known: Mapping[str, Unit], seen: _Places) -> UnitSize:
+def _size(
+    unit: Unit, known: Mapping[str, Unit], seen: _Places, compression: Compression | None
+) -> UnitSize:
     """Return a unit's sizes; ``seen`` says where the arrays of units before it lie."""
     ties = {(tie.unit, tie.param) for tie in unit.ties.values()}
     size = 0
     frozen: dict[np.dtype[Any], int] = {}
-    for name, elements, dtype in _parameters(unit):
+    exact: list[Span] = []
+    for name, shape, dtype in _parameters(unit):
+        elements = math.prod(shape)
         twin = _twin(unit, name, seen)
         if twin is not None:
             ties.add(twin)
         elif dtype is None:
+            if compression is not None:
+                exact += compression.exact_spans(unit.name, [ParamRange(name, shape, size)])
             size += elements
         else:
             frozen[dtype] = frozen.get(dtype, 0) + elements
@@ -62,19 +78,20 @@ def _size(unit: Unit, known: Mapping[str, Unit], seen: _Places) -> UnitSize:
         unit.dtype,
         tuple((elements, dtype) for dtype, elements in frozen.items()),
         tuple((owner, param, _trained(known.get(owner), param)) for owner, param in sorted(ties)),
+        tuple(exact),
     )
 
 
-def _parameters(unit: Unit) -> Iterator[tuple[str, int, np.dtype[Any] | None]]:
-    """Give name, elements, and of frozen ones the dtype, of each parameter of the unit's own."""
+def _parameters(unit: Unit) -> Iterator[tuple[str, tuple[int, ...], np.dtype[Any] | None]]:
+    """Give name, shape, and of frozen ones the dtype, of each parameter of the unit's own."""
     sharded = sharded_of(unit)
     if sharded is not None:
         for number, part in enumerate(sharded.flat_parameters):
             for param in part.layout.params:
-                yield param.name, param.size, part.layout.dtype if number else None
+                yield param.name, param.shape, part.layout.dtype if number else None
         return
     for name, value in (unit.initial or {}).items():
-        yield name, math.prod(value.shape), value.dtype if name in unit.frozen else None
+        yield name, value.shape, value.dtype if name in unit.frozen else None
 
 
 def _twin(unit: Unit, name: str, seen: _Places) -> tuple[str, str] | None:
@@ -89,4 +106,4 @@ def _twin(unit: Unit, name: str, seen: _Places) -> tuple[str, str] | None:
 def _trained(owner: Unit | None, param: str) -> int:
     """Elements of the gradient of a parameter; 0 where it has none."""
     found = _parameters(owner) if owner is not None else iter(())
-    return sum(size for name, size, frozen in found if name == param and frozen is None)
+    return sum(math.prod(s) for name, s, frozen in found if name == param and frozen is None)

@@ -17,6 +17,7 @@ from fsdpcore.fsdp.plan.sized_unit import SizedUnit
 from fsdpcore.fsdp.plan.sizes import UnitBytes
 from fsdpcore.fsdp.plan.step_log import StepLog
 from fsdpcore.fsdp.sharding.placement import StorageKind
+from fsdpcore.fsdp.sharding.travel import Travel
 from fsdpcore.fsdp.sharding.virtual_ranks import Leaves
 from fsdpcore.fsdp.step.agreement import AGREED_BYTES
 from fsdpcore.fsdp.step.passes import UnitPasses
@@ -39,6 +40,7 @@ class PlannedStep:
         storage: where the parameters are.
         tensor: ranks that have the other boxes of the same parameters, this one included.
         whole: each pass is that of a function that gets all units at once.
+        travel: what is quantised on its way; None for nothing.
     """
 
     units: Sequence[UnitBytes]
@@ -49,6 +51,7 @@ class PlannedStep:
     storage: StorageKind
     tensor: int = 1
     whole: bool = False
+    travel: Travel | None = None
 
 
 def walk(step: PlannedStep) -> StepLog:
@@ -84,7 +87,7 @@ def walk(step: PlannedStep) -> StepLog:
 
 
 def _units(step: PlannedStep, log: StepLog) -> list[SizedUnit]:
-    units = [SizedUnit(sizes, step.leaves, step.storage, log) for sizes in step.units]
+    units = [SizedUnit(sizes, step.leaves, step.storage, log, step.travel) for sizes in step.units]
     for unit in units:
         unit.tie(units)
     return units

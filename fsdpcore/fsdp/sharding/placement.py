@@ -40,6 +40,11 @@ class GradientReduction(NamedTuple):
     padding: int
     sent: int
 
+    def in_bytes(self, itemsize: int) -> GradientReduction:
+        """Return it with sizes in bytes, for elements of so many."""
+        size, padding, sent = (each * itemsize for each in self[2:])
+        return self._replace(size=size, padding=padding, sent=sent)
+
 
 @dataclass(frozen=True)
 class Placement:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from fsdpcore.comm.backend import Backend
 from fsdpcore.core.device import Device
@@ -37,6 +37,7 @@ class ProcessGroups:
     regather_group: Backend
     everyone: Backend
     tensor: Backend | None
+    _apart: dict[Backend, Backend] = field(default_factory=dict, compare=False, repr=False)
 
     @classmethod
     def of(
@@ -80,24 +81,28 @@ class ProcessGroups:
         whole = self.placement.whole_gradients
         return (self.whole, self.whole) if whole else (self.shards, self.replicas)
 
-    @functools.cached_property
+    @property
     def summing_in_background(self) -> tuple[Backend, Backend]:
-        """The same ranks in groups of their own, for what ``background`` runs.
+        """The same for what ``background`` runs; see ``apart``."""
+        first, then = self.summing
+        return self.apart(first), self.apart(then)
+
+    def apart(self, group: Backend) -> Backend:
+        """Return the ranks of a group as one more group, for what ``background`` runs.
 
         Calls of two threads in one group have no order, which all ranks of the group must follow.
-        So this is asked for first on the thread that calls the other collectives.
+        There is one for each group, made when it is asked for first: so that has to be on the
+        thread that calls the other collectives.
         """
-        first, then = self.summing
-        mine = first.sub(range(first.world_size), name="fsdp sums")
-        if first is then:
-            return mine, mine
-        return mine, then.sub(range(then.world_size), name="fsdp sums over replicas")
+        if group not in self._apart:
+            self._apart[group] = group.sub(range(group.world_size), name="fsdp background")
+        return self._apart[group]
 
     def close(self) -> None:
         """Close the groups, but not what they are groups of."""
         if "background" in self.__dict__:
             self.whole.root.end_executor(self.background)
-        for group in self.__dict__.get("summing_in_background", ()):
+        for group in self._apart.values():
             group.close()
         for group in (self.shards, self.replicas, self.regather_group, self.everyone):
             if group is not self.whole:

@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from fsdpcore.core.buffers import Array
+from fsdpcore.core.buffers import Array, bounds_of
 from fsdpcore.core.errors import ArgumentError
 from fsdpcore.core.geometry.boxes import ArrayBox
 from fsdpcore.core.geometry.layout import FlatLayout, ParamRange
@@ -32,6 +32,7 @@ class StateEntry:
         kinds: what it is among, for the unit's store.
         box: where it lies in a whole array of which it is a box; None if it is none.
         boxes: of all ranks of the ``tensor`` group; empty if it is none.
+        of_all: it is sharded over all ranks, not those that share a copy.
     """
 
     name: str
@@ -44,6 +45,7 @@ class StateEntry:
     kinds: tuple[ArrayKind, ...]
     box: ArrayBox | None = None
     boxes: tuple[ArrayBox, ...] = ()
+    of_all: bool = False
 
     @property
     def whole(self) -> tuple[int, ...]:
@@ -140,6 +142,27 @@ def optimizer_entries(unit: ShardedUnit) -> Iterator[StateEntry]:
             yield _boxed(entry, unit, param.name) if alike else entry
 
 
+def quantising_entries(unit: ShardedUnit) -> Iterator[StateEntry]:
+    """Give what is kept of a unit where it travels quantised.
+
+    What all ranks have received of each parameter; and what quantising gradients has left out,
+    which is each rank's own, and none that another number of ranks could use.
+    """
+    part, quantised = unit.trained_parameter, unit.gradients.quantised
+    for param in part.layout.params:
+        if part.received is not None:
+            bounds = bounds_in(part.layout, param)
+            data = _cut(part.received, part.layout, param, bounds, part.rank)
+            name = optimizer_name("received", f"{unit.name}.{param.name}")
+            yield _entry(name, unit, param.shape, bounds, part.rank, data, WRITTEN)
+    if quantised is not None and quantised.error.size:
+        sizes = quantised.error_sizes
+        name = optimizer_name(f"left_out_by_{len(sizes)}_ranks", unit.name)
+        rank, bounds = quantised.rank, tuple(bounds_of(sizes))
+        entry = _entry(name, unit, bounds[-1:], bounds, rank, quantised.error, GRADIENTS)
+        yield replace(entry, of_all=True)
+
+
 def _states(update: ShardUpdate) -> list[str]:
     names = (policy.state_names for policy in update.policies.values())
     return list(dict.fromkeys(name for each in names for name in each))
@@ -196,6 +219,7 @@ def entries_of(units: Sequence[ShardedUnit], *, optimizer: bool) -> list[StateEn
     entries = [entry for unit in units for entry in param_entries(unit)]
     if optimizer:
         entries += [entry for unit in units for entry in optimizer_entries(unit)]
+        entries += [entry for unit in units for entry in quantising_entries(unit)]
     _check_unique([*(entry.name for entry in entries), *ignored_of(units), *ties_of(units)])
     return entries
 

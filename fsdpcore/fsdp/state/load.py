@@ -344,6 +344,9 @@ def _deal(groups: ProcessGroups, entry: StateEntry, flat: Array | None, src: int
         if flat is not None:
             data[:] = flat
         broadcast(data, groups.whole, root=src, out=data, label=label)
+    elif entry.of_all:
+        counts = None if flat is None else entry.counts
+        scatter_v(flat, groups.whole, counts, root=src, out=data, label=label)
     else:
         home = src // shards
         if groups.replica == home:

@@ -37,7 +37,7 @@ def sharded_state(model: ShardedModel, *, optimizer: bool, to: int | str = "all"
 def sharded(groups: ProcessGroups, entry: StateEntry, data: Array) -> ShardedArray:
     """Return this rank's part of an array, as ``data``."""
     pieces = (ArrayPiece(entry.start, entry.stop, data),) if data.size else ()
-    copy = (groups.replica, groups.placement.replicas)
+    copy = (0, 1) if entry.of_all else (groups.replica, groups.placement.replicas)
     if not entry.split:
         copy = (groups.whole.rank, groups.whole.world_size)
     if groups.tensor is not None and entry.box is None:  # all of these have it alike
@@ -113,6 +113,8 @@ def _gathered(groups: ProcessGroups, entry: StateEntry, root: int | None) -> Arr
 def _shared(groups: ProcessGroups, entry: StateEntry, root: int | None) -> Array | None:
     """Return what the ranks that share a copy have of an array: all, or a box of it."""
     shards, size = groups.shards, groups.placement.shards
+    if entry.of_all:
+        shards, size = groups.whole, groups.whole.world_size
     own = root in (None, groups.whole.rank)
     if not entry.split or shards.world_size == 1:
         return entry.data.copy().reshape(entry.shape) if own else None
@@ -120,7 +122,7 @@ def _shared(groups: ProcessGroups, entry: StateEntry, root: int | None) -> Array
     if root is None:
         flat: Array = all_gather_v(entry.movable, shards, label=label)
         return flat.reshape(entry.shape)
-    if root // size != groups.replica:
+    if not entry.of_all and root // size != groups.replica:
         return None  # another replica gives it
     out = groups.device.empty(entry.bounds[-1], entry.data.dtype) if own else None
     gather_v(entry.movable, shards, root=root % size, out=out, label=label)

@@ -8,6 +8,7 @@ from fsdpcore.fsdp.sharding.process_groups import ProcessGroups
 from fsdpcore.fsdp.sharding.virtual_ranks import Leaves
 from fsdpcore.fsdp.units.buffer_pool import BufferPool
 from fsdpcore.fsdp.units.optimizers import Optimizers
+from fsdpcore.fsdp.units.wire import Wire
 
 
 @dataclass(frozen=True)
@@ -22,6 +23,7 @@ class Binding:
         algorithm: of the collectives.
         seed: of the initialisers.
         leaves: whose gradients are summed.
+        wire: what travels quantised; None for nothing.
         loads: by rank of a shard, what it has to do for parameters that it owns in updates.
     """
 
@@ -32,4 +34,5 @@ class Binding:
     algorithm: str
     seed: int
     leaves: Leaves
+    wire: Wire | None
     loads: list[int]

@@ -74,18 +74,25 @@ class FlatParameter:
         self.valid_size = self.layout.valid_size(self.rank)
         kind = ArrayKind.TRAINED if trained else ArrayKind.FROZEN
         self.storage = make_storage(
-            self.places, binding, store.allocate(kind), flat, away=kind in store.away
+            self.places,
+            binding,
+            store.allocate(kind),
+            flat,
+            away=kind in store.away,
+            trained=trained,
         )
         if flat is not None:
             store.note(kind, self.storage.own)
         if trained:
             store.mark(ArrayKind.OWN, self.storage.own)
-        if self._master_dtype == self.layout.dtype:
+        if self._master_dtype == self.layout.dtype and not self.storage.lags:
             self.master = self.storage.own
         else:
             allocate = store.allocate(ArrayKind.MASTER)
             self.master = allocate(self.layout.shard_size, self._master_dtype)
             self.master[self.valid_size :] = 0
+        if self.storage.lags:
+            self.storage.follow(self.master)
         self._fill(binding.seed)
         self._params = {}
         self.publish()
@@ -108,6 +115,11 @@ class FlatParameter:
         return self.master is not self.storage.own
 
     @property
+    def copy(self) -> Array | None:
+        """What an update writes the rounded masters to; None where there is no such thing."""
+        return self.storage.own if self.mixed and not self.storage.lags else None
+
+    @property
     def shard(self) -> Array:
         """The master shard, read-only."""
         return read_only(self.master) if self.mixed else self.storage.shard
@@ -116,9 +128,20 @@ class FlatParameter:
         """Let go of all arrays, for good."""
         del self.storage, self.master
 
-    def publish(self) -> None:
-        """Round the master shard into what is gathered, after it was written."""
-        if self.mixed:
+    @property
+    def received(self) -> Array | None:
+        """What all ranks have of the master shard, where that is no rounded copy."""
+        return self.storage.own if self.storage.lags else None
+
+    def publish(self, received: Array | None = None) -> None:
+        """Round the master shard into what is gathered, after it was written.
+
+        Args:
+            received: a copy of ``received`` from before; if that was written, too, it stays.
+        """
+        self.storage.rewritten()
+        written = received is not None and not _same(received, self.storage.own)
+        if self.mixed and not written:
             self._device.assign(self.storage.own, self.master)
 
     def load(self, values: Mapping[str, Array]) -> None:
@@ -149,3 +172,7 @@ def lay_out(
         kept = dtypes.param if dtype == dtypes.master else dtype
         found.append(FlatParameter(unit.name, group, (kept, kept), shards, block))
     return tuple(found)
+
+
+def _same(one: Array, other: Array) -> bool:
+    return bool(np.array_equal(one, other, equal_nan=True))

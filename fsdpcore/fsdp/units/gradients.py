@@ -38,6 +38,7 @@ from fsdpcore.fsdp.units.binding import Binding
 from fsdpcore.fsdp.units.leaf_sums import LeafSums, exchange_sums
 from fsdpcore.fsdp.units.precision import Dtypes
 from fsdpcore.fsdp.units.views import Gradients, Places
+from fsdpcore.fsdp.units.wire import UnitReduction
 
 
 class GradState(enum.Enum):
@@ -80,6 +81,7 @@ class UnitGradients:
 
     Attributes:
         sends: bytes that this rank sends in a reduction, at the least that is possible.
+        quantised: how they are summed, if not as they are.
         watch: called with the full gradients of this rank before they are reduced, if it is set.
     """
 
@@ -99,6 +101,10 @@ class UnitGradients:
         whole = groups.placement.whole_gradients
         reductions = binding.leaves.reductions(places.layout)
         self.sends = sum(each.sent for each in reductions) * dtypes.grad.itemsize
+        self.quantised: UnitReduction | None = None
+        if binding.wire is not None and binding.wire.travel.reduces:
+            self.quantised = UnitReduction(places, binding.wire, groups.whole.rank)
+            self.sends = self.quantised.sends
         # Of the full gradients, what is kept; and of that, the shard.
         self._range = slice(0, places.layout.padded_size) if whole else shard
         self._kept_size = self._range.stop - self._range.start
@@ -331,6 +337,8 @@ class UnitGradients:
         if groups.whole.world_size == 1:
             own[...] = flat[self._range]
             return None
+        if self.quantised is not None:
+            return self.quantised.start(flat, own, label, async_op=async_op)
         options: dict[str, Any] = {"op": self._op(divisor), "algorithm": self._algorithm}
         label = label if divisor is None else f"{label}, divisor {divisor}"
         first: dict[str, Any] = {"out": own, "async_op": async_op, "label": label, **options}
@@ -399,7 +407,7 @@ class UnitGradients:
 
     def _op(self, divisor: float | None) -> Literal["mean", "sum"]:
         """Return what the collectives make of the gradients, before the rest is divided."""
-        if self._leaves.virtual:
+        if self._leaves.virtual or self.quantised is not None:
             return "sum"
         if self._dtypes.grad.itemsize < 4:
             # The sum over ranks may be too large for 16 bits where the mean is not.

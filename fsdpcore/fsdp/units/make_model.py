@@ -28,6 +28,8 @@ from fsdpcore.fsdp.units.precision import Scaler
 from fsdpcore.fsdp.units.sharded_unit import ShardedUnit
 from fsdpcore.fsdp.units.unit import Unit, hand_over
 from fsdpcore.fsdp.units.window import open_window
+from fsdpcore.fsdp.units.wire import Wire, check_composes
+from fsdpcore.fsdp.units.wire import check_units as check_quantised
 
 
 def make_model(
@@ -44,6 +46,9 @@ def make_model(
     placement = options.strategy.place(backend.world_size)
     tensor = checked_tensor(tensor, backend)
     check_units(units, backend.device, has_tensor=tensor is not None)
+    compression = options.compression
+    if compression is not None:
+        check_composes(compression, options, tensor)
     optimizers = None if optimizer is None else Optimizers(optimizer, units)
     everyone = everyone_of(backend, tensor)
     check_same(units, backend, everyone, repr((optimizers, options)))
@@ -58,9 +63,15 @@ def make_model(
     tree = LeafTree(options.virtual_ranks or backend.world_size)
     leaves = Leaves(tree, placement, backend.rank, virtual)
     shards, block = groups.shards.world_size, LEAF_BLOCK if virtual else 1
-    sharded = tuple(ShardedUnit(unit, options.precision, shards, block) for unit in units)
+    wire = None if compression is None else Wire(compression, groups, options.algorithm)
+    lags = wire is not None and wire.travel.lags
+    sharded = tuple(
+        ShardedUnit(unit, options.precision, shards, block, lags=lags) for unit in units
+    )
+    if compression is not None:
+        check_quantised(compression, sharded, on_host=backend.device.on_host)
     scaler = Scaler(options.precision.scaling)
-    return ShardedModel(sharded, groups, options, optimizers, scaler, EngineStatus(), leaves)
+    return ShardedModel(sharded, groups, options, optimizers, scaler, EngineStatus(), leaves, wire)
 
 
 @dataclass(frozen=True)
@@ -92,7 +103,8 @@ def make_memory(model: ShardedModel, units: Sequence[Unit], pool: BufferPool) ->
         pool: of gathered parameters and full gradients.
     """
     groups, options = model.groups, model.options
-    wanted = options.window and options.offload is None
+    quantised = model.wire is not None and model.wire.travel.gathers
+    wanted = options.window and options.offload is None and not quantised
     parts = [part for unit in model.units for part in unit.flat_parameters]
     window = open_window([part.layout for part in parts], groups.shards) if wanted else None
     windowed = all_windowed = window is not None
@@ -114,6 +126,7 @@ def make_memory(model: ShardedModel, units: Sequence[Unit], pool: BufferPool) ->
         options.algorithm,
         options.seed,
         model.leaves,
+        model.wire,
         [0] * groups.shards.world_size,
     )
     for unit, sharded, store in zip(units, model.units, stores.each, strict=True):

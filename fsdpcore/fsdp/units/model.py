@@ -17,6 +17,7 @@ from fsdpcore.fsdp.units.persistent import persistent_of
 from fsdpcore.fsdp.units.precision import Scaler
 from fsdpcore.fsdp.units.sharded_unit import ShardedUnit
 from fsdpcore.fsdp.units.unit import Unit
+from fsdpcore.fsdp.units.wire import Wire
 
 _ALONE = Placement(shards=1, replicas=1, regather=1, keep=Keep.UPDATE)
 
@@ -83,6 +84,7 @@ class ShardedModel:
         scaler: the scale of the loss and its history.
         status: how far it has come.
         leaves: whose gradients this rank computes.
+        wire: what travels quantised; None for nothing.
     """
 
     units: tuple[ShardedUnit, ...]
@@ -92,6 +94,7 @@ class ShardedModel:
     scaler: Scaler
     status: EngineStatus
     leaves: Leaves
+    wire: Wire | None = None
 
     @cached_property
     def _by_name(self) -> dict[str, ShardedUnit]:

@@ -12,6 +12,7 @@ from fsdpcore.collectives.selection.choose import AUTOMATIC
 from fsdpcore.collectives.selection.table import ALGORITHMS
 from fsdpcore.comm.backend import Backend
 from fsdpcore.comm.transport import transport_of
+from fsdpcore.compress.compression import Compression
 from fsdpcore.core.checks import as_choice, as_instance, as_int
 from fsdpcore.core.errors import ArgumentError
 from fsdpcore.fsdp.offload.offload import Offload
@@ -86,6 +87,7 @@ class EngineOptions:
     seed: int
     algorithm: str
     virtual_ranks: int | None
+    compression: Compression | None = None
 
     @classmethod
     def of(
@@ -98,6 +100,7 @@ class EngineOptions:
         seed: int,
         algorithm: str,
         virtual_ranks: int | None,
+        compression: Compression | None,
         backend: Backend,
     ) -> EngineOptions:
         """Check options, for an engine on ``backend``.
@@ -108,6 +111,9 @@ class EngineOptions:
         precision = Precision() if precision is None else precision
         _check_kinds(precision, offload, window)
         _check_algorithm(algorithm, backend)
+        if compression is not None:
+            such = "a fc.Compression, such as fc.Compression('int8', 'int4')"
+            as_instance(compression, Compression, "compression", such)
         if virtual_ranks is not None:
             virtual_ranks = _leaves(virtual_ranks, backend, precision)
             algorithm = _canonical(algorithm)
@@ -120,6 +126,7 @@ class EngineOptions:
             as_int(seed, "seed"),
             algorithm,
             virtual_ranks,
+            compression,
         )
 
 

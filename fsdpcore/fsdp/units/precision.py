@@ -156,13 +156,15 @@ class Dtypes:
         master: of the shard that the optimizer updates, and of its state.
         param: of gathered parameters.
         grad: of gradients: full ones, and reduced shards.
+        lags: what is gathered follows the master shard by quantised differences.
     """
 
     master: np.dtype[Any]
     param: np.dtype[Any]
     grad: np.dtype[Any]
+    lags: bool = False
 
     @property
     def mixed(self) -> bool:
         """Whether the master shard is not what is gathered."""
-        return self.master != self.param
+        return self.master != self.param or self.lags

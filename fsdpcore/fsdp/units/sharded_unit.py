@@ -17,6 +17,7 @@ import enum
 import functools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -83,13 +84,19 @@ class ShardedUnit:
     _binding: Binding
 
     def __init__(
-        self, declaration: UnitDeclaration, precision: Precision, shards: int, block: int = 1
+        self,
+        declaration: UnitDeclaration,
+        precision: Precision,
+        shards: int,
+        block: int = 1,
+        *,
+        lags: bool = False,
     ) -> None:
         self.declaration = declaration
         self.name, self.names = declaration.name, declaration.names
         self.ties, self.ignored = declaration.ties, declaration.ignored
         self.boxes, self.tilings = declaration.boxes, declaration.tilings
-        self.dtypes = precision.dtypes(declaration.dtype)
+        self.dtypes = replace(precision.dtypes(declaration.dtype), lags=lags)
         self.flat_parameters = lay_out(declaration, self.dtypes, shards, block)
         self.trained_parameter = self.flat_parameters[0]
         self.layout = self.trained_parameter.layout
@@ -314,15 +321,17 @@ class ShardedUnit:
     def rewriting(self, *, optimizer: bool = False) -> Iterator[tuple[FlatParameter, ...]]:
         """Like ``writing``, frozen parameters too: gives all flat parameters, to write ``master``.
 
-        With ``optimizer`` its state is written, too.
+        With ``optimizer`` its state is written, too, and ``received``.
         """
         kinds = (*WRITTEN, ArrayKind.STATE) if optimizer else WRITTEN
         with self._claimed(*self.flat_parameters, kinds=kinds):
+            lags = [part.received for part in self.flat_parameters]
+            before = [None if each is None else each.copy() for each in lags]
             try:
                 yield self.flat_parameters
             finally:
-                for part in self.flat_parameters:
-                    part.publish()
+                for part, received in zip(self.flat_parameters, before, strict=True):
+                    part.publish(received)
 
     @contextlib.contextmanager
     def _claimed(

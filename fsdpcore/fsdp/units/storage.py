@@ -39,6 +39,7 @@ from fsdpcore.core.geometry.layout import FlatLayout
 from fsdpcore.core.work import Work
 from fsdpcore.fsdp.sharding.placement import StorageKind, all_gather_sends
 from fsdpcore.fsdp.units.views import Params, Places, read_only
+from fsdpcore.fsdp.units.wire import UnitGathering
 
 
 class ParameterStorage(ABC):
@@ -55,7 +56,10 @@ class ParameterStorage(ABC):
         shard: the same, read-only.
         stale: ``gather`` would get data from other ranks.
         gathered_bytes: what a gathering takes from the pool.
+        quantised: how it is gathered, if not as it is; set by ``make_storage``.
     """
+
+    quantised: UnitGathering | None = None
 
     def __init__(self, kind: StorageKind, shards: Backend, places: Places, own: Array) -> None:
         layout, rank = places.layout, shards.rank
@@ -87,7 +91,25 @@ class ParameterStorage(ABC):
     @property
     def sends(self) -> int:
         """Bytes that this rank sends in ``gather``, at the least that is possible."""
+        if self.stale and self._quantises is not None:
+            return self._quantises.sends
         return all_gather_sends(self.places.layout, self._group.world_size) if self.stale else 0
+
+    @property
+    def _quantises(self) -> UnitGathering | None:
+        """How the next gathering quantises; None if it does not."""
+        return self.quantised
+
+    @property
+    def lags(self) -> bool:
+        """Whether ``own`` is what all ranks have of the master shard, which is apart."""
+        return self.quantised is not None and self._kind.keeps
+
+    def follow(self, master: Array) -> None:  # noqa: B027 - most need not know
+        """Take note of the master shard, where ``lags``."""
+
+    def rewritten(self) -> None:  # noqa: B027 - most need not know
+        """Take note that ``own`` is about to be written anew, not by an update; on all ranks."""
 
     @property
     def fills(self) -> bool:

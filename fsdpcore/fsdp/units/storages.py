@@ -11,14 +11,21 @@ from fsdpcore.collectives.on_device import in_background
 from fsdpcore.comm.backend import Backend
 from fsdpcore.core.buffers import Allocate, Array
 from fsdpcore.core.work import Work
-from fsdpcore.fsdp.sharding.placement import StorageKind, storage_kind
+from fsdpcore.fsdp.sharding.placement import StorageKind, all_gather_sends, storage_kind
 from fsdpcore.fsdp.units.binding import Binding
 from fsdpcore.fsdp.units.storage import ParameterStorage, place_of
 from fsdpcore.fsdp.units.views import Params, Places
+from fsdpcore.fsdp.units.wire import UnitGathering
 
 
 def make_storage(
-    places: Places, binding: Binding, allocate: Allocate, flat: Array | None, *, away: bool
+    places: Places,
+    binding: Binding,
+    allocate: Allocate,
+    flat: Array | None,
+    *,
+    away: bool,
+    trained: bool,
 ) -> ParameterStorage:
     """Make the storage of a flat buffer.
 
@@ -28,7 +35,18 @@ def make_storage(
         allocate: makes what this rank holds.
         flat: its place in the window, if there is one.
         away: what ``allocate`` makes is the host's memory, while a GPU computes.
+        trained: the parameters are, so that they are quantised on the way if any are.
     """
+    made = _made(places, binding, allocate, flat, away=away)
+    wire = binding.wire if trained else None
+    if wire is not None and wire.gathering is not None:
+        made.quantised = UnitGathering(places, wire, wire.gathering)
+    return made
+
+
+def _made(
+    places: Places, binding: Binding, allocate: Allocate, flat: Array | None, *, away: bool
+) -> ParameterStorage:
     kind = storage_kind(binding.groups.placement, windowed=flat is not None, pinned=away)
     if kind.shared:
         assert flat is not None
@@ -103,9 +121,16 @@ class ShardedStorage(_PooledStorage):
         if self._kept_part is not None:
             source, group, label = self._kept_part, self._regather_group, f"{label}, again"
         away = self._away and self._kept_part is None
+        quantised = self._quantises
         with self._filling() as flat:
+            if quantised is not None:
+                return quantised.start(source, flat, label, async_op=async_op)
             place = place_of(flat, self.places.layout, group.rank) if away else None
             return _gathering(source, group, flat, place, self._algorithm, label, async_op=async_op)
+
+    @property
+    def _quantises(self) -> UnitGathering | None:
+        return self.quantised if self._kept_part is None else None
 
     def free(self, *, again: bool) -> None:
         if again and self._flat is not None and self._kept_part is None:
@@ -139,19 +164,38 @@ class ReplicatedStorage(ParameterStorage):
         self._algorithm = binding.algorithm
         self._flat = flat
         self._params = Params(flat, places)
+        self._master = self.own
+        self._ranks = shards.world_size
+        self._follows = False  # others have what this rank has in ``own``
 
     @property
     def shown(self) -> Array | None:
         return self._flat
 
+    @property
+    def sends(self) -> int:
+        first = self.stale and self.quantised is not None and not self._follows
+        return super().sends + (all_gather_sends(self.places.layout, self._ranks) if first else 0)
+
+    def follow(self, master: Array) -> None:
+        self._master = master
+
+    def rewritten(self) -> None:
+        self._follows = False
+
     def gather(self, what: str, *, async_op: bool) -> Work | None:
         if not self.stale:
             return None
         label = f"{what} of unit {self.places.unit}"
-        started = _gathering(
-            self.own, self._shards, self._flat, None, self._algorithm, label, async_op=async_op
-        )
-        self.stale = False
+        if self.quantised is not None:
+            started = self.quantised.follow(
+                self._master, self._flat, label, async_op=async_op, first=not self._follows
+            )
+        else:
+            started = _gathering(
+                self.own, self._shards, self._flat, None, self._algorithm, label, async_op=async_op
+            )
+        self._follows, self.stale = True, False
         return started
 
     @property

@@ -124,7 +124,7 @@ class ShardUpdate:
 
     def begin(self, grad: Array, *, step: int, lr: float | None, grad_scale: float) -> None:
         """Send what owners need; changes state only."""
-        out = self._part.storage.own if self._part.mixed else None
+        out = self._part.copy
         for policy, ranks in self._owning.items():
             policy.update_pieces(
                 self._pieces(self.specs[policy], grad, out),
@@ -152,7 +152,7 @@ class ShardUpdate:
         for ranks in self._owning.values():
             ranks.give_back()
         part = self._part
-        out = part.storage.own if part.mixed else None
+        out = part.copy
         for start, stop, policy in self.ranges:
             policy.update(
                 part.master[start:stop],

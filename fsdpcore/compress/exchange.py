@@ -1,0 +1,248 @@
+"""Collectives of flat buffers that travel packed; each value is quantised once in each of them.
+
+::
+
+    gather      each rank packs its chunk; all chunks go to all; everyone unpacks all of them
+    scatter     each rank packs the chunks of all; each chunk goes to its rank, which unpacks and
+                sums up, in float32 and in the canonical order
+    reduce      scatter, then gather of the sums
+
+Each rank unpacks its own chunk as well, so that all have the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+
+from fsdpcore.collectives import all_gather, all_gather_v, all_to_all, all_to_all_v
+from fsdpcore.collectives.selection.table import ALGORITHMS
+from fsdpcore.comm.backend import Backend
+from fsdpcore.compress.packing import Chunk, Packing
+from fsdpcore.compress.quantiser import Bytes, Floats, Format, Quantiser
+from fsdpcore.core.reductions import Reduction
+
+
+class Exchange:
+    """Moves flat buffers of float32 among the ranks of a group; blocks. For one thread at a time.
+
+    Args:
+        group: the ranks; chunk r of a packing is that of rank r.
+        form: how what is quantised travels.
+        algorithm: of the collectives, where they have it.
+    """
+
+    def __init__(self, group: Backend, form: Format, algorithm: str = "auto") -> None:
+        self.group = group
+        self._gathering = _known(algorithm, "all_gather")
+        self._exchanging = _known(algorithm, "all_to_all")
+        self.form = form
+        self._quantiser = Quantiser(form)
+        self._tile = self._quantiser.tile
+        self._sum = Reduction.of("sum", np.dtype(np.float32))
+        self._rooms: dict[str, Bytes] = {}
+        self._scratch = np.empty((2, self._tile), np.float32)
+
+    def gather(
+        self, own: Floats, packing: Packing, flat: Floats, label: str, *, differences: bool = False
+    ) -> None:
+        """Have the chunks of all ranks; see the module's docstring.
+
+        Args:
+            own: this rank's chunk.
+            packing: of ``flat``.
+            flat: gets all chunks; ``own`` may be a part of it, but for ``differences``.
+            label: of the collective.
+            differences: what is quantised is by how much the chunks differ from ``flat``, which all
+                ranks have alike.
+        """
+        mine = packing.chunks[self.group.rank]
+        packed = self._room("sent", mine.nbytes)
+        self._pack(own, mine, packed, base=flat[mine.start : mine.stop] if differences else None)
+        self._spread(packed, packing, flat, label, differences=differences)
+
+    def scatter(
+        self, flat: Floats, packing: Packing, own: Floats, error: Floats | None, label: str
+    ) -> None:
+        """Have the sum of all ranks' values of this rank's chunk; see the module's docstring.
+
+        Args:
+            flat: of all chunks; only read.
+            packing: of it.
+            own: gets the sum; may be a part of ``flat``.
+            error: what quantising has left out so far, as large as ``flat``: it is added, and what
+                is left out this time is there afterwards. None for no such thing.
+            label: of the collective.
+        """
+        counts = packing.counts
+        mine = packing.chunks[self.group.rank]
+        sent = self._room("sent", sum(counts))
+        for chunk, part in zip(packing.chunks, _cut(sent, counts), strict=True):
+            here = slice(chunk.start, chunk.stop)
+            self._pack(flat[here], chunk, part, error=None if error is None else error[here])
+        arriving = [mine.nbytes] * len(counts)
+        received = self._room("received", sum(arriving))
+        options: dict[str, Any] = {"algorithm": self._exchanging, "label": label}
+        if packing.even:
+            all_to_all(sent, self.group, out=received, **options)
+        else:
+            all_to_all_v(sent, self.group, counts, recv_counts=arriving, out=received, **options)
+        self._add_up(_cut(received, arriving), mine, own)
+
+    def reduce(
+        self,
+        flat: Floats,
+        packing: Packing,
+        out: Floats,
+        errors: tuple[Floats | None, Floats | None],
+        label: str,
+    ) -> None:
+        """Have the sum of all ranks' values, on all of them; see the module's docstring.
+
+        Args:
+            flat, packing, label: as of ``scatter``.
+            out: gets the sum; may be ``flat``.
+            errors: as of ``scatter``; the second is of this rank's chunk of the sum.
+        """
+        mine = packing.chunks[self.group.rank]
+        own = out[mine.start : mine.stop]
+        self.scatter(flat, packing, own, errors[0], label)
+        packed = self._room("sent", mine.nbytes)
+        self._pack(own, mine, packed, error=errors[1])
+        self._spread(packed, packing, out, f"{label}, the sum")
+
+    def _spread(
+        self,
+        packed: Bytes,
+        packing: Packing,
+        flat: Floats,
+        label: str,
+        *,
+        differences: bool = False,
+    ) -> None:
+        counts = packing.counts
+        received = self._room("received", sum(counts))
+        gathering = all_gather if packing.even else all_gather_v
+        gathering(packed, self.group, out=received, algorithm=self._gathering, label=label)
+        for chunk, part in zip(packing.chunks, _cut(received, counts), strict=True):
+            out = flat[chunk.start : chunk.stop]
+            self._add_up([part], chunk, out, add=differences)
+
+    def _room(self, name: str, nbytes: int) -> Bytes:
+        """Return memory that is used again in the next collective."""
+        room = self._rooms.get(name)
+        if room is None or room.size < nbytes:
+            self._rooms.pop(name, None)
+            room = self._rooms[name] = self.group.empty((nbytes,), np.uint8)
+        return room[:nbytes]
+
+    def _pack(
+        self,
+        values: Floats,
+        chunk: Chunk,
+        packed: Bytes,
+        *,
+        error: Floats | None = None,
+        base: Floats | None = None,
+    ) -> None:
+        """Pack a chunk: with the ``error`` of the last time, or as differences to ``base``."""
+        border = 4 * chunk.exact_size
+        exact, coded = packed[:border].view(np.float32), packed[border:]
+        behind = 0
+        for start, stop in chunk.exact:
+            exact[behind : behind + stop - start] = values[start - chunk.start : stop - chunk.start]
+            behind += stop - start
+        for begin in range(0, chunk.coded_size, self._tile):
+            end = min(begin + self._tile, chunk.coded_size)
+            places = _places(chunk, begin, end)
+            given = _joined(values, places, self._scratch[0])
+            if base is not None:
+                there = _joined(base, places, self._scratch[1])
+                given = np.subtract(given, there, out=self._scratch[0, : end - begin])
+            if error is None:
+                self._quantiser.encode(given, coded, begin)
+                continue
+            tile = self._scratch[0, : end - begin]
+            kept = _joined(error, places, self._scratch[1])
+            with np.errstate(over="ignore", invalid="ignore"):
+                np.add(given, kept, out=tile)
+            self._quantiser.encode(tile, coded, begin)
+            back = self._scratch[1, : end - begin]
+            self._quantiser.decode(coded, back, begin)
+            with np.errstate(invalid="ignore"):
+                np.subtract(tile, back, out=tile)
+            # What is inf or nan is found in this step, and does not come again in the next.
+            tile[~np.isfinite(tile)] = 0
+            _put(tile, error, places)
+
+    def _add_up(
+        self, parts: Sequence[Bytes], chunk: Chunk, out: Floats, *, add: bool = False
+    ) -> None:
+        """Unpack what ranks have sent of a chunk, sum it up, and write it where it belongs.
+
+        With ``add`` what was quantised is added to what is there.
+        """
+        border = 4 * chunk.exact_size
+        sums = np.empty(chunk.exact_size, np.float32)
+        self._sum.reduce([part[:border].view(np.float32) for part in parts], sums)
+        _put(sums, out, [slice(a - chunk.start, b - chunk.start) for a, b in chunk.exact])
+        rows = self._scratch
+        if len(parts) > len(rows):
+            rows = self._scratch = np.empty((len(parts), self._tile), np.float32)
+        for begin in range(0, chunk.coded_size, self._tile):
+            end = min(begin + self._tile, chunk.coded_size)
+            places = _places(chunk, begin, end)
+            direct = len(places) == 1 and not add
+            target = out[places[0]] if direct else rows[0, : end - begin]
+            if len(parts) == 1:
+                self._quantiser.decode(parts[0][border:], target, begin)
+            else:
+                values = [row[: end - begin] for row in rows[: len(parts)]]
+                for part, row in zip(parts, values, strict=True):
+                    self._quantiser.decode(part[border:], row, begin)
+                self._sum.reduce(values, target)
+            if add:
+                np.add(_joined(out, places, rows[1]), target, out=target)
+            if not direct:
+                _put(target, out, places)
+        out[chunk.end - chunk.start :] = 0
+
+
+def _known(algorithm: str, collective: str) -> str:
+    return algorithm if algorithm in ALGORITHMS[collective] else "auto"
+
+
+def _cut(joined: Bytes, counts: Sequence[int]) -> list[Bytes]:
+    """Return the parts of what is joined."""
+    ends = list(accumulate(counts))
+    return [joined[end - count : end] for end, count in zip(ends, counts, strict=True)]
+
+
+def _places(chunk: Chunk, start: int, stop: int) -> list[slice]:
+    """Return where in a chunk some of its quantised elements are."""
+    first = chunk.start
+    return [slice(a - first, b - first) for a, b in chunk.coded_at(start, stop)]
+
+
+def _joined(values: Floats, places: Sequence[slice], room: Floats) -> Floats:
+    """Return what is at some places as one array: a view, or copied to ``room``."""
+    if len(places) == 1:
+        return values[places[0]]
+    behind = 0
+    for place in places:
+        size = place.stop - place.start
+        room[behind : behind + size] = values[place]
+        behind += size
+    return room[:behind]
+
+
+def _put(values: Floats, out: Floats, places: Sequence[slice]) -> None:
+    """Write what is joined to its places."""
+    behind = 0
+    for place in places:
+        size = place.stop - place.start
+        out[place] = values[behind : behind + size]
+        behind += size

@@ -1,0 +1,242 @@
+"""Blocks of float32 as integers of 8 or 4 bits with a scale each, and back.
+
+A block of values ``x`` travels as one float32 ``scale = max|x| / top`` (``top`` is 127, or 7 with 4
+bits) and integers ``rint(x / scale)``, ties to even. What comes back is ``scale * integer``, which
+differs by no more than half a scale. Scales are never below the smallest normal number, so that
+zeros and denormals need no rule of their own. A block with inf or nan comes back as inf or nan
+everywhere: it is found by whoever looks, and spreads no further than the block.
+
+With *rotation* the values are first multiplied by fixed signs and by a Hadamard matrix, in log2 of
+the block's size many passes of sums and differences. That spreads an outlier over its block, and so
+makes the scale smaller. The way back is the same, in reverse.
+
+Work is done in tiles that stay in a core's second-level cache, with blocks in columns, so that all
+of NumPy's loops are long. Numba, where it is installed, makes the same bits in fewer passes.
+
+On the wire, blocks are in order: first all scales, then the integers of each block. Of 4 bits,
+those of the first half of a block are in the lower halves of the bytes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fsdpcore.compress import kernels
+from fsdpcore.core import compiling
+
+Floats = NDArray[np.float32]
+Bytes = NDArray[np.uint8]
+
+TILE = 63 * 1024
+"""Elements that are worked on at once, at most. Rows of a power of two would share cache lines."""
+
+_SMALLEST = float(np.finfo(np.float32).tiny)
+_LARGEST = float(np.finfo(np.float32).max)
+_SCALE_BYTES = 4
+
+
+@dataclass(frozen=True)
+class Format:
+    """How values travel.
+
+    Attributes:
+        bits: of an integer: 8 or 4.
+        block: values that share a scale; a power of two.
+        rotation: blocks are rotated.
+    """
+
+    bits: int
+    block: int
+    rotation: bool
+
+    @property
+    def width(self) -> int:
+        """Bytes of the integers of a block."""
+        return self.block * self.bits // 8
+
+    @property
+    def top(self) -> int:
+        """The largest integer."""
+        return (1 << (self.bits - 1)) - 1
+
+    def blocks(self, size: int) -> int:
+        """How many blocks so many values have; the last one may be filled up with zeros."""
+        return -(-size // self.block)
+
+    def nbytes(self, size: int) -> int:
+        """Bytes that so many values take."""
+        return self.blocks(size) * (_SCALE_BYTES + self.width)
+
+    @cached_property
+    def signs(self) -> Floats:
+        """What the values of a block are multiplied by before they are rotated."""
+        drawn = np.random.Generator(np.random.PCG64(21)).integers(0, 2, self.block)
+        return (2 * drawn - 1).astype(np.float32)
+
+    @property
+    def bounds(self) -> tuple[np.float32, np.float32]:
+        """The smallest and the largest scale."""
+        low = _SMALLEST * (self.block if self.rotation else 1)
+        high = np.float32(_LARGEST / self.top)
+        return np.float32(low), np.nextafter(high, np.float32(0))
+
+
+class Quantiser:
+    """Encodes and decodes; has memory of its own for that, so one thread at a time uses it.
+
+    Args:
+        form: how values travel.
+        compiled: with numba; by default where it is installed. The bits are the same.
+    """
+
+    def __init__(self, form: Format, *, compiled: bool | None = None) -> None:
+        self.form = form
+        self._low, self._high = form.bounds
+        self._compiled = compiling.available() if compiled is None else compiled
+        self.tile = max(1, TILE // form.block) * form.block
+        self._padded = np.empty(self.tile, np.float32)
+        self._work = np.empty((2, self.tile), np.float32)
+        self._codes = np.empty((2, self.tile), np.int8)
+        self._rows = np.empty((2, form.block), np.float32)
+
+    def encode(self, values: Floats, packed: Bytes, start: int = 0) -> None:
+        """Write values ``[start, start + values.size)`` of those that ``packed`` has room for.
+
+        Args:
+            values: contiguous; of any size, if it ends with a block, or with all values.
+            packed: ``form.nbytes`` bytes of all of them.
+            start: a multiple of the block.
+        """
+        scales, codes = self._parts(packed)
+        block = self.form.block
+        for begin in range(0, values.size, self.tile):
+            tile = values[begin : begin + self.tile]
+            first, count = (start + begin) // block, self.form.blocks(tile.size)
+            here = slice(first, first + count)
+            self._encode(self._filled(tile, count * block), scales[here], codes[here])
+
+    def decode(self, packed: Bytes, out: Floats, start: int = 0) -> None:
+        """Write values ``[start, start + out.size)`` of those that were encoded.
+
+        Args:
+            packed: all bytes.
+            out: contiguous; of any size, if it ends with a block, or with all values.
+            start: a multiple of the block.
+        """
+        scales, codes = self._parts(packed)
+        block = self.form.block
+        for begin in range(0, out.size, self.tile):
+            tile = out[begin : begin + self.tile]
+            first, count = (start + begin) // block, self.form.blocks(tile.size)
+            here = slice(first, first + count)
+            whole = tile if tile.size == count * block else self._padded[: count * block]
+            self._decode(scales[here], codes[here], whole)
+            if whole is not tile:
+                tile[:] = whole[: tile.size]
+
+    def _parts(self, packed: Bytes) -> tuple[Floats, Bytes]:
+        """Return the scales, and the integers by block."""
+        count = packed.size // (_SCALE_BYTES + self.form.width)
+        border = _SCALE_BYTES * count
+        return packed[:border].view(np.float32), packed[border:].reshape(count, self.form.width)
+
+    def _filled(self, tile: Floats, size: int) -> Floats:
+        """Return whole blocks: a tile, filled up with zeros if its last block is not full."""
+        if tile.size == size:
+            return tile
+        whole = self._padded[:size]
+        whole[: tile.size] = tile
+        whole[tile.size :] = 0
+        return whole
+
+    def _columns(self, memory: NDArray[Any], count: int) -> NDArray[Any]:
+        block = self.form.block
+        return memory[: block * count].reshape(block, count)
+
+    # One tile of whole blocks.
+
+    def _encode(self, values: Floats, scales: Floats, codes: Bytes) -> None:
+        form, count = self.form, scales.size
+        if self._compiled:
+            kernels.encode()(
+                *(values.reshape(count, form.block), scales, codes, self._rows),
+                *(form.signs, form.rotation, form.bits == 4),
+                *(np.float32(form.top), self._low, self._high, np.float32(form.block)),
+            )
+            return
+        work, other = (self._columns(memory, count) for memory in self._work)
+        columns = values.reshape(count, form.block).T
+        with np.errstate(over="ignore", invalid="ignore", under="ignore"):
+            if form.rotation:
+                np.multiply(columns, form.signs[:, None], out=work)
+                work, other = _rotated(work, other)
+            else:
+                np.copyto(work, columns)
+            np.max(np.abs(work, out=other), axis=0, out=scales)
+            broken = np.flatnonzero(~np.isfinite(scales))
+            kept = np.where(np.isnan(scales[broken]), np.nan, np.inf)
+            np.divide(scales, np.float32(form.top), out=scales)
+            np.clip(scales, self._low, self._high, out=scales)
+            np.divide(work, scales, out=work)
+            work[:, broken] = 1
+            np.rint(work, out=work)
+            if form.rotation:  # the way back makes the values larger by the size of a block
+                np.divide(scales, np.float32(form.block), out=scales)
+            scales[broken] = kept
+        integers = self._columns(self._codes[0], count)
+        np.copyto(integers, work, casting="unsafe")
+        if form.bits == 4:
+            half = form.block // 2
+            lower = self._columns(self._codes[1], count)[:half]
+            np.bitwise_and(integers[:half], 15, out=lower)
+            integers = np.left_shift(integers[half:], 4, out=integers[half:])
+            np.bitwise_or(integers, lower, out=integers)
+        codes[:] = integers.T.view(np.uint8)
+
+    def _decode(self, scales: Floats, codes: Bytes, out: Floats) -> None:
+        form, count = self.form, scales.size
+        if self._compiled:
+            kernels.decode()(
+                *(scales, codes, out.reshape(count, form.block), self._rows),
+                *(form.signs, form.rotation, form.bits == 4),
+            )
+            return
+        work, other = (self._columns(memory, count) for memory in self._work)
+        signed = codes.view(np.int8).T
+        if form.bits == 8:
+            np.copyto(work, signed)
+        else:
+            half = form.block // 2
+            packed = self._columns(self._codes[0], count)[:half]
+            shifted = self._columns(self._codes[1], count)[:half]
+            np.copyto(packed, signed)
+            np.right_shift(packed, 4, out=shifted)
+            np.copyto(work[half:], shifted)
+            np.right_shift(np.left_shift(packed, 4, out=packed), 4, out=packed)
+            np.copyto(work[:half], packed)
+        with np.errstate(over="ignore", invalid="ignore", under="ignore"):
+            np.multiply(work, scales, out=work)
+            if form.rotation:
+                work, other = _rotated(work, other)
+                np.multiply(work.T, form.signs, out=out.reshape(count, form.block))
+            else:
+                np.copyto(out.reshape(count, form.block), work.T)
+
+
+def _rotated(work: Floats, other: Floats) -> tuple[Floats, Floats]:
+    """Multiply columns by the Hadamard matrix; return the result, and the memory that is free."""
+    block, count = work.shape
+    height = 1
+    while height < block:
+        pairs = work.reshape(-1, 2, height * count)
+        results = other.reshape(-1, 2, height * count)
+        np.add(pairs[:, 0], pairs[:, 1], out=results[:, 0])
+        np.subtract(pairs[:, 0], pairs[:, 1], out=results[:, 1])
+        work, other = other, work
+        height *= 2
+    return work, other

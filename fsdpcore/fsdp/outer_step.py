@@ -1,0 +1,308 @@
+"""``OuterStep``: groups of ranks train by themselves, and meet once in many steps (DiLoCo)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from fsdpcore.collectives import all_reduce
+from fsdpcore.collectives.consensus import compare
+from fsdpcore.comm.backend import Backend
+from fsdpcore.compress.compression import Compression
+from fsdpcore.compress.exchange import Exchange
+from fsdpcore.compress.packing import Packing
+from fsdpcore.core.buffers import Array, bounds_of, split_sizes
+from fsdpcore.core.checks import as_instance, as_int
+from fsdpcore.core.digests import hex_digest
+from fsdpcore.core.errors import ArgumentError, NonFiniteGradientError
+from fsdpcore.fsdp.engine import FSDP
+from fsdpcore.fsdp.optim.base import Optimizer
+from fsdpcore.fsdp.optim.sgd import SGD
+from fsdpcore.fsdp.state.state import FORMAT, ArrayPiece, EngineState, ShardedArray
+from fsdpcore.fsdp.units.unit import Unit
+
+_NESTEROV = SGD(lr=0.7, momentum=0.9, nesterov=True)
+
+
+@dataclass
+class _OuterUnit:
+    """What is kept of a unit: this rank's shard, without padding.
+
+    Attributes:
+        unit: of the engine.
+        at: it meets in calls whose number is this, modulo the number of steps between.
+        params: as they were when the groups met last.
+        state: of the optimizer.
+        packing: how differences travel; None as they are.
+        errors: what quantising has left out of the differences, and of the part of their sum that
+            this rank makes; none without error feedback.
+    """
+
+    unit: Unit
+    at: int
+    params: Array
+    state: dict[str, Array]
+    packing: Packing | None
+    errors: tuple[Array, ...]
+
+    @property
+    def arrays(self) -> dict[str, Array]:
+        """All of it by name; each is as large as the shard."""
+        names = ("left_out", "left_out_of_sum")[: len(self.errors)]
+        return {"params": self.params, **self.state, **dict(zip(names, self.errors, strict=True))}
+
+
+class OuterStep:
+    """Lets groups of ranks train apart, each with an engine, and meet once in many steps.
+
+    Within a group all goes on as ever. In every ``every``-th call of ``step`` each rank exchanges
+    with its counterparts of the other groups by how much its shard has changed since they met
+    last. The mean of that is a gradient for ``optimizer``, whose result all groups go on with. So
+    between groups there travels, once in ``every`` steps, what an all-reduce of the parameters
+    takes, or an eighth of that with ``compression``. (Douillard et al., "DiLoCo", 2023; in
+    fragments: "Streaming DiLoCo", 2025.)
+
+    Each group gets other batches, and saves checkpoints of its own: its optimizer's state is. The
+    outer step is saved beside the engine, and loaded on any number of ranks. ::
+
+        mesh = fc.Mesh(backend, {"group": 4, "shard": -1})
+        engine = fc.FSDP(units, mesh["shard"], optimizer=fc.optim.AdamW(lr=3e-4))
+        outer = fc.OuterStep(engine, mesh["group"], every=100, compression=fc.Compression("int4"))
+        for batch in batches:
+            train_one(engine, batch)
+            outer.step()
+        folder = f"run/group{mesh.coordinates['group']}"
+        fc.checkpoint.save(folder, {"model": engine, "outer": outer}, mesh["shard"])
+
+    Making it is a collective of all ranks of all groups, outside of steps.
+
+    Args:
+        engine: of this rank's group.
+        groups: this rank, and its counterparts in the other groups: those with the same shard.
+        every: so many steps lie between meetings.
+        optimizer: elementwise; by default ``SGD(lr=0.7, momentum=0.9, nesterov=True)``.
+        compression: how differences travel, which is its ``reduce``. None for as they are.
+        fragments: 1 for all units at once; with more, that many parts of them meet at different
+            steps, each once in ``every`` steps, so that less travels at a time.
+
+    Attributes:
+        groups, every, optimizer, compression: as given.
+        calls: of ``step`` so far.
+        rounds: how many of them have met.
+        sends: bytes that this rank sends until all units have met once.
+        bytes_sent: by this rank, so far.
+
+    Raises:
+        ArgumentError: arguments that make no sense, or do not go together, with the reason.
+        MismatchError: the groups begin with different parameters.
+    """
+
+    def __init__(
+        self,
+        engine: FSDP,
+        groups: Backend,
+        *,
+        every: int,
+        optimizer: Optimizer = _NESTEROV,
+        compression: Compression | None = None,
+        fragments: int = 1,
+    ) -> None:
+        as_instance(engine, FSDP, "engine of OuterStep", "a fc.FSDP")
+        as_instance(groups, Backend, "groups of OuterStep", "a Backend, such as mesh['group']")
+        self.engine, self.groups = engine, groups
+        self.every = as_int(every, "every of OuterStep", minimum=1)
+        fragments = as_int(fragments, "fragments of OuterStep", minimum=1, maximum=self.every)
+        self.optimizer, self.compression = optimizer, compression
+        self._check()
+        form = None if compression is None else compression.reduces
+        self._exchange = None if form is None else Exchange(groups, form)
+        self.calls = self.rounds = self.bytes_sent = 0
+        self.partially_updated = False
+        trained = [unit for unit in engine.units if unit.trainable]
+        self._units = [
+            self._outer(unit, number % fragments * self.every // fragments)
+            for number, unit in enumerate(trained)
+        ]
+        self.sends = sum(self._sends(each) for each in self._units)
+        begun = "".join(hex_digest(each.params.tobytes()) for each in self._units)
+        told = (repr((self.every, fragments, optimizer, compression)), begun)
+        compare(
+            groups,
+            "OuterStep",
+            told,
+            lambda found: (
+                f"OuterStep: the groups differ in options or parameters: {found.ranks} differ; "
+                "seed all of them alike, or load the same checkpoint"
+            ),
+        )
+
+    def _check(self) -> None:
+        engine, groups, optimizer = self.engine, self.groups, self.optimizer
+        as_instance(optimizer, Optimizer, "optimizer of OuterStep", "one of fc.optim")
+        if not optimizer.elementwise:
+            raise ArgumentError(
+                f"OuterStep needs an optimizer that is elementwise, not {type(optimizer).__name__}:"
+                " it sees the differences of a shard only"
+            )
+        if not engine.device.on_host:
+            raise ArgumentError("OuterStep is for arrays of the host, not for those of a GPU yet")
+        if engine.offload is not None:
+            raise ArgumentError(
+                "OuterStep does not go together with offload: what it keeps of the parameters "
+                "would be in memory, where they are not"
+            )
+        common = set(groups.ranks) & set(engine.everyone.ranks)
+        if groups.root is not engine.backend.root or len(common) > 1:
+            raise ArgumentError(
+                "groups of OuterStep must be this rank and its counterparts of other groups, as "
+                "mesh['group'] is beside an engine on mesh['shard']"
+            )
+        if self.compression is not None:
+            self._check_compression(self.compression)
+
+    def _check_compression(self, compression: Compression) -> None:
+        as_instance(compression, Compression, "compression of OuterStep", "a fc.Compression")
+        if compression.reduces is None:
+            raise ArgumentError("compression of OuterStep needs reduce='int8' or 'int4'")
+        if self.engine.tensor is not None or self.engine.virtual_ranks is not None:
+            raise ArgumentError(
+                "OuterStep with compression does not go together with tensor or virtual_ranks: "
+                "blocks depend on how many ranks share the parameters"
+            )
+        for unit in self.engine.units:
+            if unit.trainable and unit.dtypes.master != np.float32:
+                raise ArgumentError(
+                    f"OuterStep with compression is for float32, but unit {unit.name!r} is "
+                    f"{unit.dtypes.master}"
+                )
+
+    def _outer(self, unit: Unit, at: int) -> _OuterUnit:
+        size, start = unit.valid_size, unit.layout.shard_size * unit.shard_rank
+        params = unit.shard[:size].copy()
+        state = self.optimizer.init_state(size, params.dtype)
+        packing, errors = None, 0
+        if self.compression is not None and self._exchange is not None:
+            spans = self.compression.exact_spans(unit.name, unit.layout.params)
+            exact = [(first - start, last - start) for first, last in spans]
+            bounds = bounds_of(split_sizes(size, self.groups.world_size))
+            packing = Packing.of(bounds, size, exact, self._exchange.form)
+            errors = 2 if self.compression.error_feedback else 0
+        left_out = tuple(np.zeros(size, np.float32) for _ in range(errors))
+        return _OuterUnit(unit, at, params, state, packing, left_out)
+
+    def _sends(self, outer: _OuterUnit) -> int:
+        ranks, rank = self.groups.world_size, self.groups.rank
+        if outer.packing is not None:
+            return outer.packing.reduce_sends(rank) if ranks > 1 else 0
+        own = split_sizes(outer.params.size, ranks)[rank]
+        return (outer.params.size - own + own * (ranks - 1)) * outer.params.itemsize
+
+    def step(self) -> bool:
+        """Count a step, and have what is due meet; to be called after each ``engine.step``.
+
+        A collective of all ranks of all groups where something is due.
+
+        Returns:
+            Whether any unit has met.
+
+        Raises:
+            NonFiniteGradientError: a difference is inf or nan; no parameter was changed.
+            StateError: a unit is in use.
+        """
+        self.calls += 1
+        due = [each for each in self._units if self.calls % self.every == each.at]
+        if not due:
+            return False
+        means = [self._met(each) for each in due]
+        finite = np.array([all(np.isfinite(mean).all() for mean in means)])
+        if not all_reduce(finite, self.engine.everyone, op="min", label="outer step")[0]:
+            names = ", ".join(each.unit.name for each in due)
+            raise NonFiniteGradientError(
+                f"the outer step of units {names} found parameters that are inf or nan; no "
+                "parameter was changed"
+            )
+        self.rounds += 1
+        self.partially_updated = True
+        number = -(-self.calls // self.every)
+        for outer, mean in zip(due, means, strict=True):
+            scale = 1.0 / self.groups.world_size
+            self.optimizer.update(outer.params, mean, outer.state, step=number, grad_scale=scale)
+            with outer.unit.writing() as shard:
+                shard[: outer.params.size] = outer.params
+        self.partially_updated = False
+        return True
+
+    def _met(self, outer: _OuterUnit) -> Array:
+        """Return the sum of all groups' differences."""
+        difference: Array = outer.params - outer.unit.shard[: outer.params.size]
+        label = f"outer step of unit {outer.unit.name}"
+        self.bytes_sent += self._sends(outer)
+        if outer.packing is None or self._exchange is None:
+            all_reduce(difference, self.groups, out=difference, label=label)
+        else:
+            chunk = outer.packing.chunks[self.groups.rank]
+            first, second = outer.errors or (None, None)
+            mine = None if second is None else second[chunk.start : chunk.stop]
+            self._exchange.reduce(difference, outer.packing, difference, (first, mine), label)
+        return difference
+
+    # State, as engines have it for checkpoints.
+
+    @property
+    def tensor(self) -> Backend | None:
+        """That of the engine."""
+        return self.engine.tensor
+
+    @property
+    def everyone(self) -> Backend:
+        """The ranks of this group."""
+        return self.engine.everyone
+
+    def state_dict(self, *, optimizer: bool = True) -> EngineState:
+        """Return this rank's part of what is kept, as views; without ``optimizer``, nothing."""
+        arrays = self._arrays() if optimizer else {}
+        info = {
+            "format": FORMAT,
+            "step": self.engine.steps,
+            "loss_scale": None,
+            "optimizer": repr(self.optimizer),
+            "calls": self.calls,
+            "rounds": self.rounds,
+        }
+        return EngineState(arrays, info)
+
+    def _arrays(self) -> dict[str, ShardedArray]:
+        """Cut what is kept as the engine's parameters are."""
+        engine = self.engine.state_dict(optimizer=False)
+        arrays = {}
+        for outer in self._units:
+            layout = outer.unit.layout
+            starts = {p.name: p.shard_start for p in layout.pieces(outer.unit.shard_rank)}
+            for param in layout.params:
+                name = f"{outer.unit.name}.{param.name}"
+                cut = engine[name]
+                assert isinstance(cut, ShardedArray)
+                begin = starts.get(param.name, 0)
+                for kind, flat in outer.arrays.items():
+                    pieces = [
+                        ArrayPiece(start, stop, flat[begin : begin + stop - start])
+                        for start, stop, _ in cut.pieces
+                    ]
+                    copy = (cut.replica, cut.replicas, cut.box)
+                    known = ShardedArray(cut.shape, flat.dtype, tuple(pieces), *copy)
+                    arrays[f"outer/{kind}/{name}"] = known
+        return arrays
+
+    @contextmanager
+    def writing_state(self, *, optimizer: bool = True) -> Iterator[EngineState]:
+        """Give ``state_dict()`` to be written in place."""
+        yield self.state_dict(optimizer=optimizer)
+
+    def load_info(self, info: Mapping[str, Any]) -> None:
+        """Take over how many calls there were from ``EngineState.info``."""
+        for name in ("calls", "rounds"):
+            setattr(self, name, as_int(info.get(name), f"{name} of an OuterStep", minimum=0))

@@ -1,0 +1,245 @@
+"""What of an engine travels quantised: its parameters when they are gathered, and its gradients.
+
+All of it goes on in the order in which it was begun, on the thread of ``ProcessGroups.background``
+and in groups of its own: there a collective is only a part of the work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy as np
+
+from fsdpcore.collectives import all_gather, all_reduce, reduce_scatter
+from fsdpcore.comm.backend import Backend
+from fsdpcore.compress.compression import Compression, matching
+from fsdpcore.compress.exchange import Exchange
+from fsdpcore.core.buffers import Array
+from fsdpcore.core.errors import ArgumentError
+from fsdpcore.core.work import Work
+from fsdpcore.fsdp.sharding.process_groups import ProcessGroups
+from fsdpcore.fsdp.sharding.travel import Travel
+from fsdpcore.fsdp.units.options import EngineOptions
+from fsdpcore.fsdp.units.views import Places
+
+_FLOAT32 = np.dtype(np.float32)
+
+
+class Wire:
+    """The groups of an engine with ``compression``, and who works for them.
+
+    Args:
+        compression: as given.
+        groups: of the engine.
+        algorithm: of its collectives.
+
+    Attributes:
+        travel: what is quantised.
+    """
+
+    def __init__(self, compression: Compression, groups: ProcessGroups, algorithm: str) -> None:
+        self.travel = Travel(
+            compression,
+            groups.placement,
+            shards=_quantised(groups.shards, compression),
+            replicas=_quantised(groups.replicas, compression),
+            whole=_quantised(groups.whole, compression),
+        )
+        self._groups = groups
+        travel = self.travel
+        gathers, reduces = compression.gathers, compression.reduces
+        self.gathering: Exchange | None = None
+        if gathers is not None and travel.gathers:
+            self.gathering = Exchange(groups.apart(groups.shards), gathers, algorithm)
+        self.first, self.second = groups.summing
+        self.summing: Exchange | None = None
+        self.spreading: Exchange | None = None
+        if reduces is not None and travel.reduces:
+            self.first, self.second = groups.summing_in_background
+            if travel.sums:
+                self.summing = Exchange(self.first, reduces, algorithm)
+            if travel.spreads:
+                self.spreading = Exchange(self.second, reduces, algorithm)
+
+    def run(self, task: Callable[[], None], label: str, *, async_op: bool) -> Work | None:
+        """Have a task done behind those that were begun before."""
+        work = self._groups.background.submit(task, label)
+        if async_op:
+            return work
+        work.wait()
+        return None
+
+
+def _quantised(group: Backend, compression: Compression) -> bool:
+    """Whether what a group of ranks exchanges is quantised."""
+    if group.world_size == 1:
+        return False
+    return not compression.hosts_only or len(set(group.hosts)) > 1
+
+
+class UnitGathering:
+    """How the trained parameters of a unit are gathered; see ``Exchange.gather``.
+
+    Attributes:
+        sends: bytes that this rank sends.
+    """
+
+    def __init__(self, places: Places, wire: Wire, exchange: Exchange) -> None:
+        self._wire, self._exchange = wire, exchange
+        exact = wire.travel.compression.exact_spans(places.unit, places.layout.params)
+        self._packing = wire.travel.gathering(places.layout, exact)
+        self.sends = self._packing.gather_sends(exchange.group.rank)
+
+    def start(self, own: Array, flat: Array, label: str, *, async_op: bool) -> Work | None:
+        """Gather into ``flat``; see ``ParameterStorage.gather``."""
+
+        def gather() -> None:
+            self._exchange.gather(own, self._packing, flat, label)
+
+        return self._wire.run(gather, label, async_op=async_op)
+
+    def follow(
+        self, own: Array, flat: Array, label: str, *, async_op: bool, first: bool
+    ) -> Work | None:
+        """Have ``flat`` follow the shards of all ranks, by quantised differences.
+
+        Args:
+            own: this rank's shard.
+            flat: what all ranks have of all shards.
+            label: of the collective.
+            async_op: do not wait.
+            first: they do not have it yet: each has what is its own.
+        """
+        group = self._exchange.group
+
+        def gather() -> None:
+            if first:
+                start = own.size * group.rank
+                mine = flat[start : start + own.size]
+                all_gather(mine, group, out=flat, label=f"{label}, as it is")
+            self._exchange.gather(own, self._packing, flat, label, differences=True)
+
+        return self._wire.run(gather, label, async_op=async_op)
+
+
+class UnitReduction:
+    """How the gradients of a unit are summed, where some of that is quantised.
+
+    Args:
+        places: where the parameters lie.
+        wire: of the engine.
+        rank: of all ranks.
+
+    Attributes:
+        sends: bytes that this rank sends.
+        error: what quantising has left out so far, flat; of no elements without error feedback.
+        error_sizes: of all ranks.
+        rank: as given.
+    """
+
+    def __init__(self, places: Places, wire: Wire, rank: int) -> None:
+        self._wire, self.rank = wire, rank
+        layout, travel = places.layout, wire.travel
+        exact = travel.compression.exact_spans(places.unit, layout.params)
+        self.sends = sum(each.sent for each in travel.reductions(layout, exact, rank))
+        self._whole = travel.placement.whole_gradients
+        self._twice = travel.placement.reduces_twice
+        if wire.summing is not None:
+            self._summing = travel.summing(layout, exact)
+        if wire.spreading is not None:
+            self._spreading = travel.spreading(layout, exact, rank % travel.placement.shards)
+        sizes = [travel.errors(layout, each) for each in range(travel.placement.world_size)]
+        self.error_sizes = [sum(each) for each in sizes]
+        self.error = np.zeros(self.error_sizes[rank], np.float32)
+        ends = np.cumsum(sizes[rank])
+        self._errors = [
+            self.error[end - size : end] for end, size in zip(ends, sizes[rank], strict=True)
+        ]
+
+    def start(self, flat: Array, own: Array, label: str, *, async_op: bool) -> Work | None:
+        """Sum over all ranks; see ``UnitGradients``.
+
+        Args:
+            flat: the full gradients of this rank, which may be overwritten.
+            own: what this rank keeps of the sum.
+            label: of the collectives.
+            async_op: do not wait.
+        """
+
+        def reduce() -> None:
+            self._sum(flat, own, label)
+            if self._twice:
+                self._sum_over_replicas(own, f"{label}, over replicas")
+
+        return self._wire.run(reduce, label, async_op=async_op)
+
+    def _sum(self, flat: Array, own: Array, label: str) -> None:
+        wire = self._wire
+        of_flat, of_sum = self._errors[:2] if self.error.size else (None, None)
+        if wire.summing is None:
+            assert not self._whole
+            reduce_scatter(flat, wire.first, out=own, label=label)
+        elif self._whole:
+            wire.summing.reduce(flat, self._summing, own, (of_flat, of_sum), label)
+        else:
+            wire.summing.scatter(flat, self._summing, own, of_flat, label)
+
+    def _sum_over_replicas(self, own: Array, label: str) -> None:
+        wire = self._wire
+        if wire.spreading is None:
+            all_reduce(own, wire.second, out=own, label=label)
+            return
+        of_shard, of_sum = self._errors[2:] if self.error.size else (None, None)
+        wire.spreading.reduce(own, self._spreading, own, (of_shard, of_sum), label)
+
+
+def check_composes(compression: Compression, options: EngineOptions, tensor: object) -> None:
+    """Raise ArgumentError for options that do not go together with compression, with the reason."""
+    refused = {
+        "virtual_ranks": (
+            options.virtual_ranks is not None,
+            "which promise the same bits on any number of ranks: what is quantised depends on "
+            "which rank sums up which leaves",
+        ),
+        "tensor": (
+            tensor is not None,
+            "whose ranks have copies of some parameters: quantised in different blocks, beside "
+            "different boxes, the copies would drift apart",
+        ),
+        "offload": (
+            options.offload is not None,
+            "whose files are written by what is gathered and reduced, which is quantised",
+        ),
+    }
+    for name, (given, why) in refused.items():
+        if given:
+            raise ArgumentError(f"compression does not go together with {name}, {why}")
+
+
+def check_units(compression: Compression, units: Iterable[Any], *, on_host: bool) -> None:
+    """Raise ArgumentError where parameters or gradients are such as cannot be quantised.
+
+    Args:
+        compression: as given.
+        units: of the engine, laid out.
+        on_host: the arrays are in the memory of the host.
+    """
+    if not on_host:
+        raise ArgumentError("compression is for arrays of the host; on GPUs leave it out")
+    patterns = dict.fromkeys(compression.exact or (), 0)
+    for unit in units:
+        dtypes = unit.dtypes
+        if unit.trainable and not dtypes.param == dtypes.grad == _FLOAT32:
+            raise ArgumentError(
+                f"compression is for float32, but unit {unit.name!r} is computed in "
+                f"{dtypes.param} and reduced in {dtypes.grad}; leave precision as it is"
+            )
+        for pattern in patterns:
+            patterns[pattern] += matching(pattern, unit.name, unit.layout.params)
+    for pattern, count in patterns.items():
+        if not count:
+            raise ArgumentError(
+                f"exact={pattern!r} of Compression matches no trained parameter; they are named "
+                "'unit.param'"
+            )

@@ -1,0 +1,270 @@
+"""Engines whose parameters and gradients travel quantised."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.testing import assert_allclose, assert_array_equal
+from numpy.typing import NDArray
+from support.fsdp_steps import STRATEGIES, by_strategy, cause_of, launch, train, values_of
+from support.quantised import travelled, tree_sum
+
+import fsdpcore as fc
+
+BLOCK = 16
+INT4 = fc.Compression("int4", "int4", block=BLOCK)
+FEEDBACK = fc.Compression("int4", "int4", block=BLOCK, error_feedback=True)
+SHAPES = {"a": {"w": (7, 9), "bias": (9,), "v": (3, 5, 2)}, "b": {"w": (9, 31)}, "c": {"gain": ()}}
+
+
+def units() -> list[fc.Unit]:
+    rng = np.random.default_rng(0)
+    return [
+        fc.Unit(name, {p: rng.normal(size=s).astype(np.float32) for p, s in params.items()})
+        for name, params in SHAPES.items()
+    ]
+
+
+def gradient(unit: str, param: str, rank: int, step: int) -> NDArray[np.float32]:
+    seed = [ord(unit), len(param), rank, step]
+    return np.random.default_rng(seed).normal(size=SHAPES[unit][param]).astype(np.float32)
+
+
+def take_step(engine: fc.FSDP, **update: Any) -> Any:
+    rank, number = engine.backend.rank, engine.steps
+
+    def give(unit: fc.Unit, params: Mapping[str, Any], grads: Any) -> None:
+        for param in params:
+            grads[param] = gradient(unit.name, param, rank, number)
+
+    return train(engine, give, **update)[1]
+
+
+def engine_of(
+    backend: fc.Backend, strategy: fc.Strategy, compression: fc.Compression | None, **options: Any
+) -> fc.FSDP:
+    options.setdefault("optimizer", fc.optim.AdamW(lr=0.01))
+    return fc.FSDP(units(), backend, strategy=strategy, compression=compression, **options)
+
+
+def bits_of(engine: fc.FSDP) -> bytes:
+    """What is computed with, and the masters."""
+    seen = values_of(engine)
+    state = engine.state_dict(full=True)
+    arrays = [
+        *(a for unit in seen.values() for a in unit.values()),
+        *map(np.asarray, state.values()),
+    ]
+    return b"".join(array.tobytes() for array in arrays)
+
+
+# Bits, and bytes.
+
+
+def _trained(
+    backend: fc.Backend,
+    strategy: fc.Strategy,
+    prefetch: int,
+    compression: fc.Compression | None = INT4,
+) -> tuple[bytes, int]:
+    engine = engine_of(backend, strategy, compression, prefetch=prefetch, window=False)
+    for _ in range(3):
+        take_step(engine, clip=1.0)
+    report = engine.report()
+    assert report.measured.bytes_sent == report.plan.bytes_sent
+    assert report.measured.peak_bytes == report.plan.peak_bytes
+    return bits_of(engine), engine.stats.bytes_sent
+
+
+@by_strategy
+def test_all_ranks_have_the_same_bits_and_send_what_the_plan_says(strategy: fc.Strategy) -> None:
+    found = [launch(_trained, args=(strategy, prefetch)) for prefetch in (0, 1)]
+    assert len({bits for job in found for bits, _ in job}) == 1
+    plain = launch(_trained, args=(strategy, 0, None))
+    assert sum(sent for _, sent in found[0]) < sum(sent for _, sent in plain)
+
+
+def _flat(name: str, of: Any) -> tuple[NDArray[Any], NDArray[np.bool_]]:
+    """A unit's arrays one behind the other, and which elements are quantised."""
+    arrays = {param: np.asarray(of(param)) for param in SHAPES[name]}
+    flat = np.concatenate([array.reshape(-1) for array in arrays.values()])
+    coded = np.concatenate([np.full(a.size, a.ndim > 1) for a in arrays.values()])
+    return flat, coded
+
+
+def _bounds(size: int, ranks: int) -> list[int]:
+    """Of shards."""
+    return [min(size, -(-size // ranks) * rank) for rank in range(ranks + 1)]
+
+
+def _mean(backend: fc.Backend, strategy: fc.Strategy) -> None:
+    """One step of SGD shows the mean of the gradients, and the norm is that of what is applied."""
+    compression = fc.Compression("int8", "int8", block=BLOCK)
+    optimizer = fc.optim.SGD(lr=1.0)
+    engine = engine_of(backend, strategy, compression, optimizer=optimizer)
+    before = {name: array.copy() for name, array in engine.state_dict(full=True).items()}
+    _check_seen(engine, strategy, before)
+    norm = take_step(engine, clip=1e9)
+    after = engine.state_dict(full=True)
+    squares = 0.0
+    for name in SHAPES:
+        parts = [_flat(name, lambda p, r=r, n=name: gradient(n, p, r, 0)) for r in range(4)]
+        flats, coded = [flat for flat, _ in parts], parts[0][1]
+        size = coded.size
+        if strategy.name == "hybrid_shard":
+            bounds = _bounds(size, 2)
+            come = [travelled(flat, bounds, coded, 8, BLOCK) for flat in flats]
+            halves = [come[0] + come[1], come[2] + come[3]]
+            padded = -(-size // 2)
+            inner = sorted({min(size, b) for s in (0, padded) for b in (s, s - (-padded // 2))})
+            total = sum(travelled(half, [*inner, size], coded, 8, BLOCK) for half in halves)
+            total = travelled(total, [*inner, size], coded, 8, BLOCK)
+        elif strategy.name in ("no_shard", "shard_optimizer"):
+            padded = size if strategy.name == "no_shard" else -(-size // 4) * 4
+            bounds = [
+                min(size, b) for b in np.cumsum([0, *map(len, np.array_split(range(padded), 4))])
+            ]
+            total = tree_sum([travelled(flat, bounds, coded, 8, BLOCK) for flat in flats])
+            total = travelled(total, bounds, coded, 8, BLOCK)
+        else:
+            bounds = _bounds(size, 4)
+            total = tree_sum([travelled(flat, bounds, coded, 8, BLOCK) for flat in flats])
+        mean = total / np.float32(4)
+        squares += float((mean.astype(np.float64) ** 2).sum())
+        old, new = (_flat(name, lambda p, s=s, n=name: s[f"{n}.{p}"])[0] for s in (before, after))
+        assert_array_equal(new, old - mean)
+    assert_allclose(norm, squares**0.5, rtol=1e-6)
+
+
+def _check_seen(engine: fc.FSDP, strategy: fc.Strategy, masters: Mapping[str, Any]) -> None:
+    """What ranks compute with are the masters as they travel, or exactly these at first."""
+    shards = {"full_shard": 4, "hybrid_shard": 2}.get(strategy.name)
+    for name, arrays in values_of(engine).items():
+        seen, coded = _flat(name, arrays.__getitem__)
+        flat, _ = _flat(name, lambda p, n=name: masters[f"{n}.{p}"])
+        if shards is not None:
+            flat = travelled(flat, _bounds(flat.size, shards), coded, 8, BLOCK)
+        assert_array_equal(seen, flat)
+
+
+@by_strategy
+def test_gradients_are_quantised_once_in_each_hop(strategy: fc.Strategy) -> None:
+    launch(_mean, args=(strategy,))
+
+
+# State.
+
+
+def _resumed(backend: fc.Backend, folder: str) -> None:
+    for number, (name, strategy) in enumerate(STRATEGIES.items()):
+        whole = engine_of(backend, strategy, FEEDBACK)
+        for _ in range(2):
+            take_step(whole)
+        path = f"{folder}/{name}"
+        fc.checkpoint.save(path, whole, backend)
+        state = whole.state_dict(full=True, to=number % 4)
+        again = engine_of(backend, strategy, FEEDBACK), engine_of(backend, strategy, FEEDBACK)
+        fc.checkpoint.load(path, again[0], backend)
+        again[1].load_state_dict(state, src=number % 4)
+        for engine in (whole, *again):
+            for _ in range(2):
+                take_step(engine)
+        bits = [bits_of(engine) for engine in (whole, *again)]
+        assert bits[0] == bits[1] == bits[2], name
+
+
+def test_a_job_that_resumes_goes_on_with_the_same_bits(tmp_path: Path) -> None:
+    launch(_resumed, args=(str(tmp_path),))
+
+
+def test_parameters_go_to_and_from_an_engine_without_compression() -> None:
+    def body(backend: fc.Backend) -> None:
+        strategy = fc.Strategy("shard_grad_op")
+        engine, other = (engine_of(backend, strategy, each) for each in (FEEDBACK, None))
+        take_step(engine)
+        report = other.load_state_dict(engine.state_dict(), strict=False)
+        assert {name.split("/")[1] for name in report.unexpected} == {
+            "received",
+            "left_out_by_4_ranks",
+        }
+        take_step(engine)
+        engine.load_state_dict(other.state_dict(), strict=False)
+        masters = other.state_dict(full=True)
+        for name, arrays in values_of(engine).items():
+            for param, array in arrays.items():
+                assert_array_equal(array, masters[f"{name}.{param}"])
+
+    launch(body)
+
+
+# What is found, and what is refused.
+
+
+def test_nan_of_one_rank_is_found_and_leaves_nothing_behind() -> None:
+    def body(backend: fc.Backend) -> None:
+        engine = engine_of(backend, fc.Strategy("full_shard"), FEEDBACK)
+
+        def give(unit: fc.Unit, params: Mapping[str, Any], grads: Any) -> None:
+            for param in params:
+                grads[param] = np.ones(SHAPES[unit.name][param], np.float32)
+            if unit.name == "b" and backend.rank == 2:
+                grads["w"][3, 4] = np.nan
+
+        with pytest.raises(fc.NonFiniteGradientError, match=r"b\.w"):
+            train(engine, give, clip=1.0)
+        assert np.isfinite(take_step(engine, clip=1.0))
+
+    launch(body)
+
+
+def test_ranks_of_one_host_move_float32_if_so_chosen() -> None:
+    def body(backend: fc.Backend) -> tuple[bytes, int]:
+        near = fc.Compression("int4", "int4", block=BLOCK, hosts_only=True)
+        strategy = fc.Strategy("hybrid_shard", shard_group_size=2)
+        engine = engine_of(backend, strategy, near)
+        take_step(engine)
+        assert engine.windowed
+        assert engine.report().measured.bytes_sent == engine.report().plan.bytes_sent
+        return bits_of(engine), engine.stats.bytes_sent
+
+    two = fc.launch(body, world_size=4, transport="sim://?hosts=2", timeout=30)
+    one = launch(body)
+    assert len({bits for bits, _ in two}) == len({bits for bits, _ in one}) == 1
+    assert two[0][0] != one[0][0]
+    assert two[0][1] < one[0][1]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"virtual_ranks": 2}, "virtual_ranks, which promise the same bits"),
+        ({"offload": fc.Offload()}, "offload"),
+        ({"precision": fc.Precision("bfloat16", "float32")}, "computed in bfloat16"),
+        ({"compression": "int8"}, r"must be a fc.Compression"),
+        (
+            {"compression": fc.Compression(exact=("*.w", "x.*"))},
+            r"'x\.\*' of Compression matches no",
+        ),
+    ],
+)
+def test_what_does_not_go_together_is_refused(options: dict[str, Any], words: str) -> None:
+    def body(backend: fc.Backend) -> None:
+        engine_of(backend, fc.Strategy("full_shard"), **{"compression": INT4, **options})
+
+    error = cause_of(body)
+    assert isinstance(error, fc.ArgumentError)
+    assert re.search(words, str(error))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"gather": "int2"}, {"block": 48}, {"gather": None, "reduce": None}, {"exact": (1,)}],
+)
+def test_a_compression_that_makes_no_sense_is_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(fc.ArgumentError, match="Compression"):
+        fc.Compression(**options)

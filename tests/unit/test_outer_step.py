@@ -1,0 +1,146 @@
+"""Groups of ranks that train apart and meet once in many steps."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.testing import assert_array_equal
+from support.fsdp_steps import cause_of, launch, train
+
+import fsdpcore as fc
+from fsdpcore.core.buffers import Array
+
+LR, OUTER_LR, MOMENTUM = 2.0**-6, 0.5, 0.75
+SHAPES = {"a": {"w": (6, 5), "b": (5,)}, "c": {"w": (5, 3)}, "d": {"w": (4, 4)}}
+INT4 = fc.Compression(None, "int4", block=8, error_feedback=True)
+
+
+def values() -> dict[str, Array]:
+    rng = np.random.default_rng(7)
+    return {
+        f"{unit}.{name}": rng.normal(size=shape).astype(np.float32)
+        for unit, params in SHAPES.items()
+        for name, shape in params.items()
+    }
+
+
+def gradient(name: str, group: int, number: int) -> Array:
+    unit, param = name.split(".")
+    rng = np.random.default_rng([ord(unit), len(param), group, number])
+    return rng.normal(size=SHAPES[unit][param]).astype(np.float32)
+
+
+def make(
+    backend: fc.Backend, strategy: str = "full_shard", seed: int = 0, **options: Any
+) -> tuple[fc.FSDP, fc.OuterStep]:
+    mesh = fc.Mesh(backend, {"group": 2, "shard": 2})
+    found = values()
+    found["a.b"] += seed * mesh.coordinates["group"]
+    units = [
+        fc.Unit(name, {param: found[f"{name}.{param}"] for param in params})
+        for name, params in SHAPES.items()
+    ]
+    engine = fc.FSDP(units, mesh["shard"], strategy=strategy, optimizer=fc.optim.SGD(lr=LR))
+    sgd = fc.optim.SGD(lr=OUTER_LR, momentum=MOMENTUM, nesterov=True)
+    options = {"every": 4, "optimizer": sgd, **options}
+    return engine, fc.OuterStep(engine, mesh["group"], **options)
+
+
+def take_steps(engine: fc.FSDP, outer: fc.OuterStep, count: int) -> list[bool]:
+    met = []
+    for _ in range(count):
+        group, number = outer.groups.rank, engine.steps
+
+        def give(unit: fc.Unit, params: Mapping[str, Any], grads: Any, at: Any = (group, number)):
+            for param in params:
+                grads[param] = gradient(f"{unit.name}.{param}", *at)
+
+        train(engine, give)
+        met.append(outer.step())
+    return met
+
+
+def expected(steps: int, every: int, at: Mapping[str, int]) -> list[dict[str, Array]]:
+    """What both groups have, by the formulas of DiLoCo, unit by unit."""
+    anchors = values()
+    groups = [values(), values()]
+    buffers = {name: np.zeros_like(array) for name, array in anchors.items()}
+    for number in range(steps):
+        for name, anchor in anchors.items():
+            for group, params in enumerate(groups):
+                params[name] -= np.float32(LR) * gradient(name, group, number)
+            if (number + 1) % every == at[name[0]]:
+                change = ((anchor - groups[0][name]) + (anchor - groups[1][name])) / np.float32(2)
+                buffers[name] = np.float32(MOMENTUM) * buffers[name] + change
+                direction = change + np.float32(MOMENTUM) * buffers[name]
+                anchors[name] = anchor - np.float32(OUTER_LR) * direction
+                for params in groups:
+                    params[name] = anchors[name].copy()
+    return groups
+
+
+@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "no_shard"])
+@pytest.mark.parametrize("fragments", [1, 3])
+def test_groups_meet_as_the_formulas_say(strategy: str, fragments: int) -> None:
+    at = dict.fromkeys("acd", 0) if fragments == 1 else {"a": 0, "c": 2, "d": 4}
+
+    def body(backend: fc.Backend) -> None:
+        engine, outer = make(backend, strategy, every=6, fragments=fragments)
+        met = take_steps(engine, outer, 13)
+        assert [number for number, each in enumerate(met, 1) if each] == (
+            [6, 12] if fragments == 1 else [2, 4, 6, 8, 10, 12]
+        )
+        found = engine.state_dict(full=True)
+        for name, array in expected(13, 6, at)[outer.groups.rank].items():
+            assert_array_equal(found[name], array)
+        rounds = 2
+        assert outer.bytes_sent == rounds * outer.sends
+
+    launch(body)
+
+
+def test_differences_travel_quantised_and_groups_have_the_same_bits(tmp_path: Path) -> None:
+    def body(backend: fc.Backend) -> tuple[bytes, int, int]:
+        engine, outer = make(backend, compression=INT4)
+        plain = make(backend)[1]
+        take_steps(engine, outer, 6)
+        folder = str(tmp_path / f"group{outer.groups.rank}")
+        fc.checkpoint.save(folder, {"model": engine, "outer": outer}, engine.backend)
+        take_steps(engine, outer, 6)
+        again = make(backend, compression=INT4)
+        fc.checkpoint.load(
+            folder, dict(zip(("model", "outer"), again, strict=True)), engine.backend
+        )
+        take_steps(*again, 6)
+        bits = [
+            b"".join(np.asarray(a).tobytes() for a in e.state_dict(full=True).values())
+            for e in (engine, again[0])
+        ]
+        assert bits[0] == bits[1]
+        return bits[0], outer.sends, plain.sends
+
+    found = launch(body)
+    assert len({bits for bits, _, _ in found}) == 1
+    assert all(sent < plain for _, sent, plain in found)
+
+
+def test_what_makes_no_sense_is_refused() -> None:
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({"every": 0}, "every of OuterStep"),
+        ({"optimizer": fc.optim.Muon(lr=0.1)}, "elementwise"),
+        ({"compression": fc.Compression("int8", None)}, "needs reduce"),
+        ({"seed": 1}, "groups differ"),
+    ]
+    for options, words in cases:
+        error = cause_of(lambda backend, o=options: make(backend, **o), 4)
+        assert words in str(error)
+
+    def inside(backend: fc.Backend) -> None:
+        engine, _ = make(backend)
+        fc.OuterStep(engine, engine.backend, every=2)
+
+    assert "counterparts" in str(cause_of(inside, 4))
