@@ -159,8 +159,11 @@ class Member:
         self._review(now)
 
     def seat_finished(self, number: int, generation: int, now: float) -> None:
-        """Take note that a rank has ended its program, with all others."""
-        if self._is_now(number, generation):
+        """Take note that a rank has ended its program, with all others.
+
+        That holds whatever the agents have decided meanwhile, since all ranks were at the end.
+        """
+        if 0 < generation <= self._known.number:
             self._finish()
         self._review(now)
 
@@ -216,7 +219,7 @@ class Member:
         is_new = self._peers.note(report, sequence, now)
         if decided:
             self._learn(Generation.decode(decided), now)
-        if report.finished and report.generation == self._known.number:
+        if report.finished and 0 < report.generation <= self._known.number:
             self._finish()
         number = message.get("number")
         if number is not None and number == self._known.number + 1 and self._decree:
