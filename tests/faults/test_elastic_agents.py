@@ -46,7 +46,7 @@ def test_ranks_that_are_lost_leave_the_others_as_they_are():
 
 
 def test_what_died_is_started_again_as_often_as_it_may_then_the_job_ends():
-    with host("-n", 2, "--restarts", 1, "--rendezvous-timeout", 1) as here:
+    with host("-n", 2, "--restarts", 1, "--rendezvous-timeout", 3) as here:
         first = here.ranks(1, 2)
         kill(first[0])
         second = here.ranks(2, 2)
