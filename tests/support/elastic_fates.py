@@ -137,7 +137,9 @@ def _heal(world: World) -> bool:
     Returns whether that is all that is wrong, and there are enough to decide without one of them.
     """
     number = world.oracle.met[-1] if world.oracle.met else 0
-    goes_on = bool(number) and _settled(world)
+    last = max((float(fault.split()[0]) for fault in world.faults), default=0.0)
+    goes_on = bool(number) and _settled(world) and not world.blocked
+    goes_on = goes_on and world.now > last + 2 * LOST_AFTER
     world.calm = True
     world.blocked.clear()
     hosts = _alive(world)

@@ -19,6 +19,7 @@ from support.elastic_threads import Rank, ThreadJob
 import fsdpcore as fc
 from fsdpcore.elastic.buddies import holders
 from fsdpcore.elastic.pace import Pace
+from fsdpcore.elastic.versions import NONE, Versions
 
 
 class Training:
@@ -135,6 +136,30 @@ def test_two_that_keep_each_others_parts_are_lost(tmp_path: Path) -> None:
         check(job, training, job.run())
         last = job.generations[-1].number
         assert training.restored[last] == (4 if folder else 0)
+
+
+def test_no_version_counts_before_all_have_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = Versions.here
+    assert isinstance(here, property)
+
+    def late(versions: Versions) -> Any:
+        return NONE if versions._backend.rank == 1 else here.fget(versions)  # type: ignore[misc]
+
+    monkeypatch.setattr(Versions, "here", property(late))
+
+    def program(job: fc.elastic.Job) -> Any:
+        job.restore({"x": np.zeros(3)})
+        assert job._seat is not None
+        kept = [sorted(job._seat.vault.parts)]
+        for _ in range(3):
+            job.commit()
+            kept.append(sorted(job._seat.vault.parts))
+        return kept
+
+    # What the job begins with is on two hosts before ``restore`` returns, and stays.
+    assert (
+        ThreadJob(fc.elastic.run(program), (0, 1)).run() == [[[((1, 0), 0), ((1, 0), 1)]] * 4] * 2
+    )
 
 
 def test_every_so_many_commits() -> None:
