@@ -20,6 +20,7 @@ from fsdpcore.comm.agents import AgentLinks
 from fsdpcore.elastic.channel import Message
 from fsdpcore.elastic.events import Change, Event, Finished, Install, Stop
 from fsdpcore.elastic.generation import Generation
+from fsdpcore.elastic.hearing import pass_on
 from fsdpcore.elastic.membership import Member
 from fsdpcore.elastic.seats import SeatProcess, Seats
 from fsdpcore.launch.run.endings import ScriptExit, exit_code, interrupted
@@ -196,27 +197,14 @@ class Agent:
             self._handle(seat, message, time.monotonic())
 
     def _handle(self, seat: SeatProcess, message: Message, now: float) -> None:
-        member, number, kind = self._member, seat.number, message.get("kind")
-        if kind == "ready":
-            seat.ready = True
-            member.seat_ready(number, now)
-            if self._finished:
-                seat.tell({"kind": "stop", "reason": "the job has ended its program"})
-        elif kind == "joined":
-            member.seat_joined(number, int(message["number"]), now)
-        elif kind == "broken":
-            suspects = [int(rank) for rank in message["suspects"]]
-            reason = str(message["reason"])
-            member.seat_broken(number, int(message["number"]), suspects, reason, now)
-        elif kind == "paused":
-            seat.paused = True
-            member.seat_paused(number, int(message["number"]), now, bool(message["leaves"]))
-        elif kind == "leave":
-            seat.leaves = True
-            member.seat_leaves(number, str(message["reason"]), now)
-        elif kind == "finished":
-            seat.ended_well = True
-            member.seat_finished(number, int(message["number"]), now)
+        kind = message["kind"]
+        seat.ready |= kind == "ready"
+        seat.paused |= kind == "paused"
+        seat.leaves |= kind == "leave"
+        seat.ended_well |= kind == "finished"
+        pass_on(self._member, seat.number, message, now)
+        if kind == "ready" and self._finished:
+            seat.tell({"kind": "stop", "reason": "the job has ended its program"})
         elif kind == "failed":
             seat.why = str(message["reason"])
             self._miss(seat, again=not seat.given_up and self._stopped is None)

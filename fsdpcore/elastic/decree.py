@@ -15,6 +15,7 @@ from fsdpcore.elastic.paxos import (
     Proposer,
     Value,
     Witness,
+    read_ballot,
 )
 
 Message = dict[str, Any]
@@ -93,15 +94,15 @@ class Decree:
 
     def receive(self, source: str, message: Message) -> list[tuple[str, Message]]:
         """Take in a message of an agent of the generation before."""
-        kind, ballot = message["kind"], _ballot(message["ballot"])
+        kind, ballot = message["kind"], read_ballot(message["ballot"])
         if source not in self._weights:
             return []
         if kind in ("prepare", "accept"):
             return [(source, self._answer(kind, ballot, message))]
-        self._highest = max(self._highest, _ballot(message["promised"]))
+        self._highest = max(self._highest, read_ballot(message["promised"]))
         if self._proposer and ballot == self._proposer.ballot:
             accepted = message.get("accepted")
-            found = (_ballot(accepted[0]), dict(accepted[1])) if accepted else None
+            found = (read_ballot(accepted[0]), dict(accepted[1])) if accepted else None
             self._note(source, kind, Answer(message["granted"], self._highest, found))
         return []
 
@@ -198,7 +199,3 @@ class Decree:
             self._proposer.promised(voter, answer.accepted)
         else:
             self._proposer.accepted(voter)
-
-
-def _ballot(content: Any) -> Ballot:
-    return int(content[0]), str(content[1])

@@ -62,6 +62,10 @@ class Generation:
         """Its rank; None if it has none."""
         return self.seats.index(seat) if seat in self.seats else None
 
+    def ranks(self, host: str) -> dict[int, int]:
+        """The numbers of a host's seats, with the rank of each."""
+        return {seat.number: r for r, seat in enumerate(self.seats) if seat.host == host}
+
     def host_numbers(self) -> tuple[int, ...]:
         """For every rank, the index of its host in ``hosts``."""
         numbers = {card.id: number for number, card in enumerate(self.hosts)}

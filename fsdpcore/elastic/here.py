@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from fsdpcore.elastic.generation import Generation
+from collections.abc import Iterable, Sequence
 
 
 class Here:
@@ -61,14 +59,10 @@ class Here:
         if number in self.ready:
             self.broken[number] = tuple(sorted({*suspects}))
 
-    def install(self, numbers: Sequence[int], dropped: Sequence[int]) -> None:
-        """Begin a generation with some of the seats, and without some that were in the last."""
+    def install(self, dropped: Iterable[int]) -> None:
+        """Begin a generation, without some seats that were in the last."""
         self.paused.clear()
         self.joined.clear()
         self.broken.clear()
         for number in dropped:
             self.end(number)
-
-    def seats(self, generation: Generation, host: str) -> tuple[int, ...]:
-        """The numbers of this host's seats in a generation."""
-        return tuple(seat.number for seat in generation.seats if seat.host == host)

@@ -20,6 +20,7 @@ from fsdpcore.core.errors import ArgumentError, ConfigError, ElasticError
 from fsdpcore.elastic.channel import Message
 from fsdpcore.elastic.events import Change, Event, Finished, Install
 from fsdpcore.elastic.generation import Generation, HostCard
+from fsdpcore.elastic.hearing import pass_on
 from fsdpcore.elastic.membership import Member
 from fsdpcore.elastic.program import Process, sit
 from fsdpcore.elastic.seat import Seat
@@ -199,23 +200,10 @@ class ElasticThreads:
         if kind in ("ended", "killed"):
             rank.ended = rank.ended or kind == "ended"
             member.seat_ended(number, now)
-        elif rank.killed:
-            return
-        elif kind == "ready":
-            member.seat_ready(number, now)
-        elif kind == "joined":
-            member.seat_joined(number, message["number"], now)
-        elif kind == "broken":
-            suspects, reason = message["suspects"], message["reason"]
-            member.seat_broken(number, message["number"], suspects, reason, now)
-        elif kind == "paused":
-            member.seat_paused(number, message["number"], now, message["leaves"])
-        elif kind == "leave":
-            rank.leaves = True
-            member.seat_leaves(number, message["reason"], now)
-        elif kind == "finished":
-            rank.well = True
-            member.seat_finished(number, message["number"], now)
+        elif not rank.killed:
+            rank.leaves |= kind == "leave"
+            rank.well |= kind == "finished"
+            pass_on(member, number, message, now)
 
     def _handle(self, event: Event) -> None:
         there = {n: rank for n, rank in self._ranks.items() if not (rank.ended or rank.killed)}

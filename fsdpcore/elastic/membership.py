@@ -2,7 +2,7 @@
 
 Agents are equal, and none is needed. Each tells the others what its seats are about, and hears who
 is there. One of them proposes the next generation when something is lost, or when all ranks have
-handed over; the agents of the last generation decide (``decree.py``).
+handed over (``term.py``); the agents of the last generation decide (``decree.py``).
 
 A member does no input or output of its own and has no clock: it is told the time, and its driver
 takes out what is to be sent and what has happened.
@@ -21,18 +21,9 @@ from fsdpcore.elastic.mail import Mail, Message
 from fsdpcore.elastic.paxos import Witness
 from fsdpcore.elastic.peers import Peers
 from fsdpcore.elastic.reports import Report
-from fsdpcore.elastic.succession import (
-    View,
-    ended,
-    is_disturbed,
-    is_paused,
-    successor,
-    undecided,
-    wished,
-)
+from fsdpcore.elastic.succession import View, successor
+from fsdpcore.elastic.term import Limits, Term
 
-_SETTLE = 0.05  # seconds in which reports of one loss come together
-_STAGGER = 0.25  # seconds after which the next agent proposes
 _NONE = Generation(0, (), ())
 
 
@@ -76,9 +67,8 @@ class Member:
         self.job = job
         self.finished = False
         self.stopped = ""
-        self._card, self._minimum, self._maximum = card, minimum, maximum
-        self._lost_after, self._patience = lost_after, patience
-        self._witness = witness
+        self._card, self._witness = card, witness
+        self._limits = Limits(minimum, maximum, lost_after, patience)
         self._chance = random.Random(f"{seed}/{card.id}")  # noqa: S311 -- chance, no secret
         self._here = Here()
         self._peers = Peers(card.id, lost_after)
@@ -87,12 +77,11 @@ class Member:
         self._hosts = 0  # that a founder waits for
         self._addresses: tuple[str, ...] = ()
         self._lost: dict[str, None] = {}  # where agents were that may be started again
-        self._decree: Decree | None = None
+        self._term: Term | None = None  # of ``generation``
         self._report = Report(card)
         self._told: Report | None = None  # what the others were told last
-        self._waits_since: float | None = None  # for a decision, or to be taken along
+        self._waits_since: float | None = None  # to begin, or to be taken along
         self._unmet = 0  # generations in a row in which the ranks here did not meet
-        self._wish_told = False
         self._beat_at = 0.0
         self._wake = 0.0
         self._events: list[Event] = []
@@ -159,8 +148,11 @@ class Member:
         self._review(now)
 
     def seat_finished(self, number: int, generation: int, now: float) -> None:
-        """Take note that a rank has ended its program, with all others."""
-        if self._is_now(number, generation):
+        """Take note that a rank has ended its program, with all others.
+
+        That holds whatever the agents have decided meanwhile, since all ranks were at the end.
+        """
+        if 0 < generation <= self._known.number:
             self._finish()
         self._review(now)
 
@@ -216,14 +208,14 @@ class Member:
         is_new = self._peers.note(report, sequence, now)
         if decided:
             self._learn(Generation.decode(decided), now)
-        if report.finished and report.generation == self._known.number:
+        if report.finished:
             self._finish()
         number = message.get("number")
-        if number is not None and number == self._known.number + 1 and self._decree:
+        if number is not None and number == self._known.number + 1 and self._term:
             if self.finished:  # nothing is decided any more
                 self._mail.to(report.card.id)
             else:
-                for host, answer in self._decree.receive(report.card.id, message):
+                for host, answer in self._term.decree.receive(report.card.id, message):
                     self._mail.to(host, answer)
         elif is_new and report.generation < self._known.number:
             self._mail.to(report.card.id)
@@ -240,11 +232,8 @@ class Member:
         return True
 
     def _is_now(self, number: int, generation: int) -> bool:
-        return (
-            self.generation is not None
-            and generation == self.generation.number
-            and number in self._here.seats(self.generation, self._card.id)
-        )
+        now = self.generation
+        return now is not None and generation == now.number and number in now.ranks(self._card.id)
 
     def _finish(self) -> None:
         if not self.finished:
@@ -265,28 +254,20 @@ class Member:
         """Install a generation that was decided."""
         if decided.number <= self._known.number or self.finished:
             return
-        before = self.generation
-        self._lost |= dict.fromkeys(card.address for card in self._known.hosts)
-        mine = self._here.seats(decided, self._card.id)
+        before, me = self.generation, self._card.id
+        known = [card.address for card in self._known.hosts]
+        self._lost |= dict.fromkeys([*self._addresses, *known])
         self._unmet = 0 if self._here.joined or not before else self._unmet + 1
-        old = self._here.seats(before, self._card.id) if before else ()
-        dropped = tuple(number for number in old if number not in mine and self._lives(number))
+        ranks = decided.ranks(me)
+        old = before.ranks(me) if before else ()
+        dropped = tuple(n for n in old if n not in ranks and n in self._here.ready)
         lost = [number for number in dropped if number not in self._here.leaving]
         apart = {card.id for card in decided.hosts} - self._peers.linked(now)
-        self._here.install(mine, dropped)
+        self._here.install(dropped)
         self._peers.install(decided, now)
-        self._wish_told, self._waits_since = False, None
-        self._decree, self.generation = None, None
-        if mine:
-            self.generation = decided
-            self._decree = Decree(
-                decided,
-                f"{self.job}/{self._founder}",
-                self._card.id,
-                self._witness,
-                self._chance,
-                self._lost_after,
-            )
+        self._waits_since = self._term = self.generation = None
+        if ranks:
+            self.generation, self._term = decided, self._new_term(decided)
         elif lost and apart:
             self._stop(
                 f"the job goes on without this host as generation {decided.number}: "
@@ -294,16 +275,14 @@ class Member:
                 goes_on=True,
             )
             return
-        if mine or before:
-            ranks = {
-                seat.number: rank
-                for rank, seat in enumerate(decided.seats)
-                if seat.host == self._card.id
-            }
+        if ranks or before:
             self._events.append(Install(decided, ranks, dropped))
 
-    def _lives(self, number: int) -> bool:
-        return number in self._here.ready
+    def _new_term(self, generation: Generation) -> Term:
+        name, me = f"{self.job}/{self._founder}", self._card.id
+        lost_after = self._limits.lost_after
+        decree = Decree(generation, name, me, self._witness, self._chance, lost_after)
+        return Term(decree, me, self._limits, self._witness)
 
     def _view(self, now: float, mute: frozenset[str] = frozenset()) -> View:
         reports = {self._card.id: self._describe(now)}
@@ -315,10 +294,10 @@ class Member:
 
     def _review(self, now: float) -> None:
         """Look at everything again: who is lost, who comes, what can be decided."""
-        self._wake = now + self._lost_after
+        self._wake = now + self._limits.lost_after
         if not self.stopped and not self.finished:
-            if self.generation:
-                self._lead(now)
+            if self._term:
+                self._lead(self._term, now)
             elif self._hosts and not self._known.number:
                 self._begin(now)
             else:
@@ -328,101 +307,48 @@ class Member:
     def _begin(self, now: float) -> None:
         """Form the first generation, as its founder."""
         assert self._waits_since is not None
-        view, late = self._view(now), now >= self._waits_since + self._patience
-        first = successor(view, self._maximum)
+        limits, view = self._limits, self._view(now)
+        late = now >= self._waits_since + limits.patience
+        first = successor(view, limits.maximum)
         starting = any(view.reports[host].starting for host in view.linked & {*view.reports})
-        enough = len(first.seats) >= self._minimum
+        enough = len(first.seats) >= limits.minimum
         if enough and ((len(first.hosts) >= self._hosts and not starting) or late):
             self._learn(first, now)
         elif late:
             self._stop(
                 f"{len(first.seats)} ranks on {len(first.hosts)} hosts came within "
-                f"{self._patience:g} s, and the job needs {self._minimum}"
+                f"{limits.patience:g} s, and the job needs {limits.minimum}"
             )
         else:
-            self._wake_at(self._waits_since + self._patience)
+            self._wake_at(self._waits_since + limits.patience)
 
     def _wait(self, now: float) -> None:
         """Wait to be taken along."""
+        patience = self._limits.patience
         if self._waits_since is None or self._peers.hears_job(now):
             self._waits_since = now
-        if now >= self._waits_since + self._patience:
+        if now >= self._waits_since + patience:
             where = [card.address for card in self._known.hosts] or self._addresses
             self._stop(
-                f"no agent of the job has answered within {self._patience:g} s at "
-                f"{', '.join(where)}"
+                f"no agent of the job has answered within {patience:g} s at {', '.join(where)}"
             )
-        self._wake_at(self._waits_since + self._patience)
+        self._wake_at(self._waits_since + patience)
 
-    def _lead(self, now: float) -> None:
+    def _lead(self, term: Term, now: float) -> None:
         """See to it that the next generation comes when it must."""
-        view = self._view(now)
-        assert self._decree is not None
-        if not (is_disturbed(view) or is_paused(view)):
-            self._waits_since = None
-            reason = wished(view, self._maximum)
-            if reason and not self._wish_told:
-                self._wish_told = True
-                self._events.append(Change(reason))
-        elif self._waits_since is None:
-            self._waits_since = now
-        self._vote(view, now)
-        if self._waits_since is not None and self.generation is view.generation:
-            self._give_up(view, now)
-
-    def _vote(self, view: View, now: float) -> None:
-        """Propose if it is this agent's turn, and go on with what it has proposed."""
-        decree = self._decree
-        assert decree is not None
-        if self._waits_since is not None and decree.may_propose(now):
-            due = self._waits_since + self._turn(view)
-            if now >= due and self._choose(view):
-                self._post(decree.propose(now))
-            elif now < due:
-                self._wake_at(due)
-        for _ in range(3):  # the phases of a decision
-            expected = view.linked & {card.id for card in view.generation.hosts}
-            self._post(decree.step(now, expected, lambda mute: self._choose(self._view(now, mute))))
-        if decree.proposes or (self._waits_since is not None and not decree.may_propose(now)):
-            self._wake_at(decree.next_step())
-        if decree.decided:
-            self._learn(Generation.decode(decree.decided), now)
-            for host in sorted({card.id for card in view.generation.hosts} | {*self._others()}):
-                if host != self._card.id:
-                    self._mail.to(host)
-
-    def _turn(self, view: View) -> float:
-        """How long after the first notice of a loss this agent proposes."""
-        there = [card.id for card in view.generation.hosts if card.id in view.linked]
-        settle = 0.0 if is_paused(view) else _SETTLE * 2 ** min(self._unmet, 6)
-        return settle + there.index(self._card.id) * min(_STAGGER, self._lost_after / 8)
-
-    def _choose(self, view: View) -> Message | None:
-        """The next generation, as far as this agent knows; None if there is no need for one."""
-        if not (is_disturbed(view) or is_paused(view)):
-            return None
-        following = successor(view, self._maximum)
-        return following.encode() if len(following.seats) >= self._minimum else None
-
-    def _give_up(self, view: View, now: float) -> None:
-        """Stop if there is nothing to wait for, or after ``patience``."""
-        assert self._waits_since is not None
-        late = now >= self._waits_since + self._patience
-        self._wake_at(self._waits_since + self._patience)
-        if not late and len(ended(view)) < len(view.generation.seats) and not is_paused(view):
-            return
-        following = successor(view, self._maximum)
-        pending = any(view.reports[host].starting for host in view.linked & view.reports.keys())
-        if not following.seats and not pending:
-            self._stop(f"no ranks are left: {following.reason}")
-        elif late and len(following.seats) < self._minimum:
-            left = len(following.seats)
-            self._stop(
-                f"{left} {'rank is' if left == 1 else 'ranks are'} left, and the job needs "
-                f"{self._minimum}: {following.reason}"
-            )
-        elif late:
-            self._stop(undecided(view, self._patience, self._witness), goes_on=True)
+        view, hosts = self._view(now), {*self._others()}
+        term.look(view, now)
+        if reason := term.take_wish(view):
+            self._events.append(Change(reason))
+        for host, message in term.vote(view, now, lambda mute: self._view(now, mute)):
+            self._mail.to(host, message)
+        if term.decided:
+            self._learn(Generation.decode(term.decided), now)
+            for host in sorted(hosts | {*self._others()}):
+                self._mail.to(host)
+        elif stop := term.give_up(view, now):
+            self._stop(stop.reason, goes_on=stop.goes_on)
+        self._wake_at(term.wake)
 
     # What goes out.
 
@@ -464,17 +390,11 @@ class Member:
         if report == self._told and (self.stopped or now < self._beat_at):
             return
         self._told = report
-        self._beat_at = now + self._lost_after / 4
-        hosts = {*self._others()}
-        if self.generation or self._hosts:
-            hosts |= report.hears
+        self._beat_at = now + self._limits.lost_after / 4
+        hosts = {*self._others()} | report.hears
         addresses = {self._peers.address(host) for host in hosts}
         for host in sorted(hosts):
             self._mail.to(host)
         for address in self._lost if self.generation else self._addresses:
             if address not in addresses and address != self._card.address:
                 self._mail.to_address(address)
-
-    def _post(self, messages: list[tuple[str, Message]]) -> None:
-        for host, message in messages:
-            self._mail.to(host, message)

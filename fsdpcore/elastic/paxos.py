@@ -17,6 +17,11 @@ Ballot = tuple[int, str]  # a round, and the id of who proposes in it
 NO_BALLOT: Ballot = (0, "")
 
 
+def read_ballot(content: Any) -> Ballot:
+    """A ballot that was a value of JSON meanwhile."""
+    return int(content[0]), str(content[1])
+
+
 @dataclass(frozen=True)
 class Answer:
     """What an acceptor says to a proposal.

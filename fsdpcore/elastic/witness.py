@@ -13,7 +13,7 @@ from typing import Any
 import xxhash
 
 from fsdpcore.core.errors import ConfigError
-from fsdpcore.elastic.paxos import NO_BALLOT, Acceptor, Answer, Ballot, Value
+from fsdpcore.elastic.paxos import NO_BALLOT, Acceptor, Answer, Ballot, Value, read_ballot
 
 _JOBS = 100  # that the file remembers, those that asked last
 
@@ -132,9 +132,5 @@ def _acceptor(content: dict[str, Any] | None) -> Acceptor:
         return Acceptor(NO_BALLOT)
     accepted = content["accepted"]
     return Acceptor(
-        _ballot(content["promised"]), accepted and (_ballot(accepted[0]), dict(accepted[1]))
+        read_ballot(content["promised"]), accepted and (read_ballot(accepted[0]), dict(accepted[1]))
     )
-
-
-def _ballot(content: Any) -> Ballot:
-    return int(content[0]), str(content[1])

@@ -5,6 +5,7 @@ All hosts are this one; the ranks have no arrays (``support/elastic_seat.py``).
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 
@@ -46,7 +47,7 @@ def test_ranks_that_are_lost_leave_the_others_as_they_are():
 
 
 def test_what_died_is_started_again_as_often_as_it_may_then_the_job_ends():
-    with host("-n", 2, "--restarts", 1, "--rendezvous-timeout", 1) as here:
+    with host("-n", 2, "--restarts", 1, "--rendezvous-timeout", 3) as here:
         first = here.ranks(1, 2)
         kill(first[0])
         second = here.ranks(2, 2)
@@ -126,13 +127,21 @@ def test_hosts_come_and_go_the_founder_first(free_port, tmp_path_factory):
 
 
 def test_a_host_with_another_secret_joins_nowhere_and_ctrl_c_ends_the_other():
-    with host("-n", "1:2", "--per-node", 1) as founder:
+    with (
+        host("-n", "1:2", "--per-node", 1) as founder,
+        contextlib.ExitStack() as stack,
+    ):
         (address,) = founder.ranks(1, 1).hosts
         options = ["-n", "1:2", "--per-node", 1, "--rendezvous-timeout", 1, "--join", address]
         with host(*options, token="the secret of another one") as stranger:
             done = stranger.job.finish()
+        second = stack.enter_context(host("-n", "1:2", "--per-node", 1, "--join", address))
+        assert second.ranks(2, 1).world_size == 2
         founder.signal(signal.SIGINT)
         ended = founder.job.finish()
+        (alone,) = second.ranks(3, 1).values()  # the founder has voted for that
+        finish(alone)
+        assert second.job.finish().code == 0
     assert ended.code == 130
     assert last_line(ended) == "fsdpcore: interrupted (SIGINT); the ranks of this host were stopped"
     assert (done.code, "in " in done.out) == (1, False)
@@ -153,9 +162,10 @@ def test_ranks_of_a_host_that_goes_hand_over_before_they_end():
 
 
 def test_a_script_without_an_elastic_function_is_told_so(script):
-    with host("-n", 2, script=script("print('nothing')")) as here:
+    with host("-n", 2, "--restarts", 1, script=script("print('nothing')")) as here:
         done = here.job.finish()
     assert done.code == 1
+    assert "started again" not in done.err
     assert last_line(done).endswith(
         "ended without calling a function with @fc.elastic.run; no rank is left on this host"
     )

@@ -53,7 +53,13 @@ class Training:
         return str(Path(self.folder, "checkpoints")) if self.saves else None
 
     def run(self, job: fc.elastic.Job, tell: Callable[..., None]) -> dict[str, Any]:
-        """Train to the end; return what all ranks must agree on."""
+        """Train to the end; return what all ranks must agree on.
+
+        Args:
+            job: the elastic job.
+            tell: is told where it is: ``begin``, ``step`` before each commit, and ``commit``, with
+                the number of commits so far.
+        """
         rng = np.random.default_rng(3)
         units = [
             fc.Unit(f"u{at}", {"w": rng.standard_normal((WIDTH, WIDTH)).astype(np.float32) / 8})
@@ -68,27 +74,38 @@ class Training:
         )
         data = np.random.default_rng(5).standard_normal((SAMPLES, WIDTH)).astype(np.float32)
         stream = fc.data.Stream((np.arange(SAMPLES), data), BATCH, leaves=LEAVES, seed=11)
-        used = np.zeros(SAMPLES, np.int64)
-        state = {"model": engine, "stream": stream, "used": used}
-        job.restore(state)
+        used, noise = np.zeros(SAMPLES, np.int64), np.random.default_rng(17)
+        state = {"model": engine, "stream": stream, "used": used, "noise": noise, "rows": 0}
+        state = job.restore(state)
         tell("begin", commits=job.commits)
         while job.commits < self.steps:
-            self._step(engine, next(stream), used, job.backend)
+            batch = next(stream)
+            state["rows"] += batch.size
+            self._step(engine, batch, noise.standard_normal(), used, job.backend)
             if self.pause:
                 time.sleep(self.pause)
-            if self.saves and job.commits % self.saves == self.saves - 1:
-                fc.checkpoint.save(self.checkpoints, state, job.backend, step=job.commits + 1)
+            tell("step", commits=job.commits)
             job.commit()
+            if self.saves and job.commits % self.saves == 0:
+                fc.checkpoint.save(self.checkpoints, job.state, job.backend, step=job.commits)
             tell("commit", commits=job.commits)
-        return {"digest": _digest(engine), "used": used.tolist(), "epochs": stream.epoch}
+        return {
+            "digest": _digest(engine),
+            "used": used.tolist(),
+            "rows": state["rows"],
+            "noise": noise.standard_normal(),
+            "epochs": stream.epoch,
+        }
 
-    def _step(self, engine: fc.FSDP, batch: Any, used: Any, backend: fc.Backend) -> None:
+    def _step(
+        self, engine: fc.FSDP, batch: Any, scale: float, used: Any, backend: fc.Backend
+    ) -> None:
         seen = np.zeros_like(used)
         with engine.step(divisor=batch.size) as step:
             for leaf in step.leaves():
                 rows, x = batch[leaf]
                 seen[rows] += 1
-                self._leaf(step, x)
+                self._leaf(step, x * np.float32(1 + scale / 4))
             step.update(clip=1.0)
         used += fc.all_reduce(seen, backend)
 

@@ -137,7 +137,9 @@ def _heal(world: World) -> bool:
     Returns whether that is all that is wrong, and there are enough to decide without one of them.
     """
     number = world.oracle.met[-1] if world.oracle.met else 0
-    goes_on = bool(number) and _settled(world)
+    last = max((float(fault.split()[0]) for fault in world.faults), default=0.0)
+    goes_on = bool(number) and _settled(world) and not world.blocked
+    goes_on = goes_on and world.now > last + 2 * LOST_AFTER
     world.calm = True
     world.blocked.clear()
     hosts = _alive(world)
@@ -145,7 +147,8 @@ def _heal(world: World) -> bool:
         a, b = world.chance.sample(hosts, 2)
         world.faults.append(f"{a.id} does not reach {b.id} any more")
         world.cut({(a.address, b.address)}, 1e9)
-        if goes_on and all(h.frozen <= world.now for h in hosts):
+        asleep = [each for h in hosts for each in (h, *h.seats.values()) if each.frozen > world.now]
+        if goes_on and not asleep:
             weights = Counter(where for where, _ in world.oracle.contents[number]["seats"])
             total = sum(weights.values())
             weight = weights[a.id], weights[b.id]
@@ -174,7 +177,7 @@ def _unsettled(world: World) -> str:
     number = max(world.oracle.contents, default=0)
     if not number:
         return "nothing has begun"
-    if not world.goes_on(number):
+    if not world.works(number):
         return f"generation {number} does not go on"
     content = world.oracle.contents[number]
     taken = {(host, seat) for host, seat in content["seats"]}
@@ -225,7 +228,12 @@ def _befall(world: World, fault: str) -> None:
         new = world.add_host(chance.choice([1, 1, 2]))
         if fault == "add and kill":
             victim = chance.choice([new, host])
-            world.soon(lambda: victim.alive and world.kill(victim, "killed"), 2.0)
+
+            def dies() -> None:
+                if victim.alive and not world.calm:
+                    world.kill(victim, "killed")
+
+            world.soon(dies, 2.0)
     elif fault == "add a seat":
         world.add_seat(host)
     elif fault == "a seat leaves" and seats:
@@ -243,7 +251,7 @@ def _befall(world: World, fault: str) -> None:
         world.at(chance.random() * 3 * LOST_AFTER, lambda: _found_again(world))
     elif fault == "finish" and chance.random() < 0.3:
         number = world.oracle.met[-1] if world.oracle.met else 0
-        if number and world.goes_on(number):
+        if number and world.works(number):
             world.finish(number)
 
 

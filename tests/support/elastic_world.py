@@ -353,6 +353,10 @@ class World:
     def goes_on(self, number: int) -> bool:
         return all(s.alive and s.at == number and s.met for s in self.seats_of(number))
 
+    def works(self, number: int) -> bool:
+        """Whether the ranks of a generation go on with their program: none has handed over."""
+        return self.goes_on(number) and not any(s.paused for s in self.seats_of(number))
+
     def _misses(self, seat: Process, number: int) -> None:
         """A rank has not met the others in time."""
         if seat.alive and seat.at == number and not seat.met:
@@ -431,7 +435,7 @@ class World:
 
     def _agree(self, number: int) -> None:
         def commit() -> None:
-            if self.goes_on(number) and not any(s.paused for s in self.seats_of(number)):
+            if self.works(number) and self.oracle.finished != number:
                 self.log("paused", number)
                 for seat in self.seats_of(number):
                     seat.paused = True
@@ -468,17 +472,17 @@ def state(member: Member) -> str:
         if member._known.number:
             return "spare"
         return "founds" if member._hosts else "joins"
-    decree = member._decree
-    assert decree is not None
-    proposer = decree._proposer
+    term = member._term
+    assert term is not None
+    decree, proposer = term.decree, term.decree._proposer
     words = "member"
     if member._here.broken:
         words += " broken"
     if member._here.paused:
         words += " paused"
-    elif member._wish_told:
+    elif term.wished:
         words += " to change"
-    if member._waits_since is not None:
+    if term.due_since is not None:
         words += " waits"
     if proposer:
         words += " proposes" if proposer.value is None else " puts"

@@ -13,12 +13,42 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.elastic_burned import Training as Burned
 from support.elastic_threads import Rank, ThreadJob
-from support.elastic_training import Training, same
 
 import fsdpcore as fc
 from fsdpcore.elastic.buddies import holders
 from fsdpcore.elastic.pace import Pace
+from fsdpcore.elastic.versions import NONE, Versions
+
+
+class Training:
+    """The training, and what all ranks have been through.
+
+    Attributes:
+        restored: of each generation, how many commits it began with.
+        reached: of each generation, the last step that it has made.
+        hook: called before each commit.
+    """
+
+    def __init__(self, steps: int = 6, strategy: str = "full_shard", folder: str = "") -> None:
+        self.steps = steps
+        self.restored: dict[int, int] = {}
+        self.reached: dict[int, int] = {}
+        self.hook: Any = None
+        self._training = Burned(steps, strategy, saves=int(bool(folder)), folder=folder)
+        self.checkpoints = self._training.checkpoints
+
+    def __call__(self, job: fc.elastic.Job) -> Any:
+        def tell(what: str, *, commits: int) -> None:
+            if what == "begin":
+                self.restored[job.generation] = commits
+            elif what == "step":
+                self.reached[job.generation] = commits
+                if self.hook is not None:
+                    self.hook(job, commits)
+
+        return self._training.run(job, tell)
 
 
 @functools.cache
@@ -30,9 +60,7 @@ def quiet(steps: int) -> Any:
 def check(job: ThreadJob, training: Training, results: list[Any]) -> None:
     """All that were there at the end have the bits of the quiet run, and used the same rows."""
     assert len(results) == len(job.members)
-    for found in results:
-        same(found, quiet(training.steps))
-    assert [len(rows) for _, rows in sorted(training.used.items())] == [1] * training.steps
+    assert results == [quiet(training.steps)] * len(results)
     for rank in job.ranks.values():
         assert rank.error is None or isinstance(rank.error, SystemExit) or rank.killed, rank.error
 
@@ -92,9 +120,8 @@ def test_a_rank_may_die_at_any_moment(seed: int) -> None:
 
 
 def test_two_that_keep_each_others_parts_are_lost(tmp_path: Path) -> None:
-    for checkpoint in ("", str(tmp_path / "run")):
-        training = Training(6)
-        training.checkpoint = checkpoint
+    for folder in ("", str(tmp_path)):
+        training = Training(6, folder=folder)
 
         def both(_: fc.elastic.Job, job: list[ThreadJob]) -> None:
             job[0].ranks[1].kill()
@@ -102,13 +129,37 @@ def test_two_that_keep_each_others_parts_are_lost(tmp_path: Path) -> None:
 
         holder: list[ThreadJob] = []
         training.hook = once({4: functools.partial(both, job=holder)})
-        program = fc.elastic.run(checkpoints=checkpoint or None)(training)
+        program = fc.elastic.run(checkpoints=training.checkpoints)(training)
         job = ThreadJob(program, (0, 0, 1, 1))
         holder.append(job)
         assert holders((0, 0, 1, 1)) == (2, 3, 0, 1)
         check(job, training, job.run())
         last = job.generations[-1].number
-        assert training.restored[last] == (4 if checkpoint else 0)
+        assert training.restored[last] == (4 if folder else 0)
+
+
+def test_no_version_counts_before_all_have_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = Versions.here
+    assert isinstance(here, property)
+
+    def late(versions: Versions) -> Any:
+        return NONE if versions._backend.rank == 1 else here.fget(versions)  # type: ignore[misc]
+
+    monkeypatch.setattr(Versions, "here", property(late))
+
+    def program(job: fc.elastic.Job) -> Any:
+        job.restore({"x": np.zeros(3)})
+        assert job._seat is not None
+        kept = [sorted(job._seat.vault.parts)]
+        for _ in range(3):
+            job.commit()
+            kept.append(sorted(job._seat.vault.parts))
+        return kept
+
+    # What the job begins with is on two hosts before ``restore`` returns, and stays.
+    assert (
+        ThreadJob(fc.elastic.run(program), (0, 1)).run() == [[[((1, 0), 0), ((1, 0), 1)]] * 4] * 2
+    )
 
 
 def test_every_so_many_commits() -> None:
@@ -323,8 +374,7 @@ def test_a_job_of_threads_to_try_programs_with() -> None:
     job.kill(0)
     job.add(1)
     goes_on.set()
-    for found in job.wait(30):
-        same(found, quiet(8))
+    assert job.wait(30) == [quiet(8)] * 3
     assert job.generation is not None
     assert len(job.generation.seats) == 3
     assert training.restored[2] in (1, 2)

@@ -1,0 +1,132 @@
+"""What an agent makes of what it knows: who is left out, who comes along, whom it speaks to."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from fsdpcore.elastic.events import Finished, Install
+from fsdpcore.elastic.generation import Generation, HostCard, Seat
+from fsdpcore.elastic.here import Here
+from fsdpcore.elastic.membership import Member
+from fsdpcore.elastic.reports import Report
+from fsdpcore.elastic.succession import View, left_out, newcomers, wished
+
+CARDS = {name: HostCard(name, f"{name}:1", f"{name}:2") for name in "abcd"}
+
+
+def view(ranks: dict[str, int], *others: Report, **reports: dict[str, Any]) -> View:
+    """What host a knows in generation 1: so many seats on each host; they all hear each other."""
+    seats = tuple(Seat(host, n) for host, count in ranks.items() for n in range(count))
+    generation = Generation(1, tuple(CARDS[host] for host in ranks), seats)
+    names = frozenset([*ranks, *(each.card.id for each in others)])
+    found = {each.card.id: each for each in others}
+    for host, count in ranks.items():
+        known = {"generation": 1, "member": True, "ready": tuple(range(count)), "hears": names}
+        found[host] = Report(CARDS[host], **{**known, **reports.get(host, {})})
+    return View("a", generation, found, names)
+
+
+def test_of_two_hosts_that_do_not_hear_each_other_the_one_with_fewer_ranks_goes() -> None:
+    for ranks, goes in (({"a": 1, "b": 1, "c": 2}, "b"), ({"a": 1, "b": 2, "c": 1}, "c")):
+        found = left_out(view(ranks, c={"hears": frozenset("a")}))
+        assert {seat.host for seat in found} == {goes}
+
+
+def test_who_waits_is_asked_for_while_there_is_room_and_does_not_leave() -> None:
+    hears = frozenset("ab")
+    guest = Report(CARDS["c"], generation=1, ready=(0, 1), leaving=((1, "gone"),), hears=hears)
+    found = view({"a": 1, "b": 1}, guest)
+    assert newcomers(found, ["a", "b"]) == [(CARDS["c"], [0])]
+    assert wished(found, 3) == "1 more come"
+    assert wished(found, 2) == ""
+
+
+def test_seats_of_a_host_that_leaves() -> None:
+    here = Here()
+    here.come(0)
+    here.leave_all("told to go")
+    here.come(1)
+    assert here.leaving == {0: "told to go", 1: "told to go"}
+    here.end(0)
+    assert here.leaving == {1: "told to go"}
+
+
+class Agents:
+    """Members that hear each other at once, but those that stand still or are gone."""
+
+    def __init__(self, names: str) -> None:
+        self.now, self.still = 0.0, set[str]()
+        self.sent: list[tuple[str, str, str]] = []  # from, to, kind
+        self.events: dict[str, list[Any]] = {name: [] for name in names}
+        self.members = {
+            name: Member(CARDS[name], minimum=1, maximum=8, lost_after=1.0, patience=5.0, job="job")
+            for name in names
+        }
+        first, *others = names
+        self.members[first].found(len(names), 0.0)
+        for name in others:
+            self.members[name].join([CARDS[first].address], 0.0)
+        for name in names:
+            self.members[name].seat_ready(0, 0.0)
+        self.run(0.1)
+
+    def run(self, seconds: float) -> None:
+        end = self.now + seconds
+        while self.now < end:
+            self.deliver()
+            self.now += 0.01
+            for name, member in self.members.items():
+                if name not in self.still and member.next_tick() <= self.now:
+                    member.tick(self.now)
+
+    def deliver(self) -> None:
+        for _ in range(20):
+            for name, member in self.members.items():
+                self.events[name] += member.take_events()
+                for address, message in member.take_outbox():
+                    to = address[0]
+                    self.sent.append((name, to, message["kind"]))
+                    if to in self.members and not {name, to} & self.still:
+                        self.members[to].receive(CARDS[name].address, message, self.now)
+
+    def generations(self, name: str) -> list[int]:
+        return [e.generation.number for e in self.events[name] if isinstance(e, Install)]
+
+
+def test_an_agent_that_stood_still_does_not_blame_the_others() -> None:
+    agents = Agents("abc")
+    assert [*map(agents.generations, "abc")] == [[1]] * 3
+    member = agents.members["a"]
+    agents.now += 10
+    b, c = agents.members["b"], agents.members["c"]
+    for other in (b, c):
+        other._peers.catch_up(agents.now)  # they stood still as well
+        other.tick(agents.now)
+    (message, *_) = [m for address, m in b.take_outbox() if address == CARDS["a"].address]
+    member.receive(CARDS["b"].address, message, agents.now)
+    assert member._peers.linked(agents.now) == {"a", "b", "c"}
+
+
+def test_who_was_lost_is_told_where_it_was() -> None:
+    agents = Agents("abc")
+    agents.still.add("c")
+    agents.run(3)
+    assert agents.generations("a") == agents.generations("b") == [1, 2]
+    agents.sent.clear()
+    agents.run(1)
+    assert ("a", "c", "state") in agents.sent
+
+
+@pytest.mark.parametrize("who", ["a", "c"])
+def test_a_job_is_finished_whatever_is_decided_meanwhile(who: str) -> None:
+    agents = Agents("abc")
+    agents.still.add("c")
+    agents.run(3)
+    assert agents.generations("a") == [1, 2]
+    # All ranks were at the end of the program before that of c was lost; one agent hears of it.
+    agents.members[who].seat_finished(0, 1, agents.now)
+    agents.still.clear()
+    agents.run(0.5)
+    assert [agents.events[name][-1] for name in "abc"] == [Finished()] * 3
