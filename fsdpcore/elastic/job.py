@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,6 +19,7 @@ from fsdpcore.elastic.pace import Pace
 from fsdpcore.elastic.recovery import recover
 from fsdpcore.elastic.seat import Seat
 from fsdpcore.elastic.versions import NONE, State, Versions
+from fsdpcore.fsdp.engine import FSDP, check_idle
 
 _LOG = logging.getLogger("fsdpcore")
 
@@ -189,8 +190,14 @@ class Job:
 
         Raises:
             ArgumentError, MismatchError: the state makes no sense, or ranks differ in it.
+            StateError: ``restore`` was not called, or a step of an engine in the state is open.
             CommunicationError: a rank is gone.
         """
+        if not self._restored:
+            raise StateError("commit() keeps the state that restore() was given; call that first")
+        for value in self.state.values() if isinstance(self.state, Mapping) else [self.state]:
+            if isinstance(value, FSDP):
+                check_idle(value, "commit()")
         seconds = self._computed()
         self.commits += 1
         seat, versions = self._seat, self._versions
@@ -222,7 +229,7 @@ class Job:
     def _keep(self, versions: Versions, complete: int) -> None:
         """Make a version, if it is time for one."""
         due = self.commits - self._kept >= self._every
-        if due and self._restored and self.world_size > 1 and complete == versions.made:
+        if due and self.world_size > 1 and complete == versions.made:
             versions.make(self.state, self.commits)
             self._kept = self.commits
 
@@ -230,12 +237,11 @@ class Job:
         self, seat: Seat, versions: Versions, complete: int, leaving: Collection[int]
     ) -> None:
         """See to it that those who stay have all of the state, and unwind the program."""
-        if self._restored:
-            if complete != versions.made:
-                versions.wait()
-                self.backend.barrier(DISK_TIMEOUT)
-            versions.make(self.state, self.commits, leaving)
+        if complete != versions.made:
             versions.wait()
+            self.backend.barrier(DISK_TIMEOUT)
+        versions.make(self.state, self.commits, leaving)
+        versions.wait()
         self.backend.barrier(DISK_TIMEOUT)
         seat.release()
         leaves = self.rank in leaving  # whatever it was asked since: others have gone by this

@@ -18,7 +18,7 @@ from fsdpcore.comm.transport import Transport
 from fsdpcore.core.checks import as_int
 from fsdpcore.core.errors import ArgumentError, ConfigError, ElasticError
 from fsdpcore.elastic.channel import Message
-from fsdpcore.elastic.events import Change, Event, Finished, Install
+from fsdpcore.elastic.events import Change, Event, Finished, Install, Stop
 from fsdpcore.elastic.generation import Generation, HostCard
 from fsdpcore.elastic.membership import Member
 from fsdpcore.elastic.program import Process, sit
@@ -169,7 +169,8 @@ class ElasticThreads:
         for number, found in self._ranks.items():
             if found.rank == rank and not found.ended and not found.killed:
                 return number, found
-        raise ArgumentError(f"there is no rank {rank} in {self.generation}")
+        number = 0 if self.generation is None else self.generation.number
+        raise ArgumentError(f"no rank {rank} is alive in generation {number} of the job")
 
     # The agent.
 
@@ -232,7 +233,7 @@ class ElasticThreads:
             elif isinstance(event, Finished):
                 rank.well = rank.well or rank.rank is not None
                 rank.channel.tell({"kind": "finished"})
-            else:
+            elif isinstance(event, Stop):
                 self._stopped = event.reason
                 rank.channel.tell({"kind": "stop", "reason": event.reason})
 

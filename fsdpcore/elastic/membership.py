@@ -14,13 +14,13 @@ import random
 from collections.abc import Sequence
 
 from fsdpcore.elastic.decree import Decree
-from fsdpcore.elastic.events import Change, Event, Finished, Install, Stop
+from fsdpcore.elastic.events import Change, Event, Finished, Install, Note, Stop
 from fsdpcore.elastic.generation import Generation, HostCard
 from fsdpcore.elastic.here import Here
 from fsdpcore.elastic.mail import Mail, Message
 from fsdpcore.elastic.paxos import Witness
 from fsdpcore.elastic.peers import Peers
-from fsdpcore.elastic.reports import Report
+from fsdpcore.elastic.reports import Report, Terms
 from fsdpcore.elastic.succession import (
     View,
     ended,
@@ -33,6 +33,7 @@ from fsdpcore.elastic.succession import (
 
 _SETTLE = 0.05  # seconds in which reports of one loss come together
 _STAGGER = 0.25  # seconds after which the next agent proposes
+_SILENT = 3.0  # seconds after which a user is told what is waited for
 _NONE = Generation(0, (), ())
 
 
@@ -76,8 +77,8 @@ class Member:
         self.job = job
         self.finished = False
         self.stopped = ""
-        self._card, self._minimum, self._maximum = card, minimum, maximum
-        self._lost_after, self._patience = lost_after, patience
+        self._card, self._patience = card, patience
+        self._terms: Terms = (minimum, maximum, lost_after)
         self._witness = witness
         self._chance = random.Random(f"{seed}/{card.id}")  # noqa: S311 -- chance, no secret
         self._here = Here()
@@ -93,6 +94,7 @@ class Member:
         self._waits_since: float | None = None  # for a decision, or to be taken along
         self._unmet = 0  # generations in a row in which the ranks here did not meet
         self._wish_told = False
+        self._noted = ""  # what the user was told last
         self._beat_at = 0.0
         self._wake = 0.0
         self._events: list[Event] = []
@@ -214,6 +216,8 @@ class Member:
             return
         self.job = self.job or job
         is_new = self._peers.note(report, sequence, now)
+        if report.is_of_job and not self._known.number:
+            self._adopt(report.terms)
         if decided:
             self._learn(Generation.decode(decided), now)
         if report.finished and report.generation == self._known.number:
@@ -238,6 +242,33 @@ class Member:
         self._founder, self._hosts = report.founder, 0
         self._addresses = (*self._addresses, source)
         return True
+
+    def _adopt(self, terms: Terms) -> None:
+        """Keep to what the job does, where this host was told otherwise."""
+        if terms != self._terms:
+            self._terms, self._peers.lost_after = terms, terms[2]
+            least, most, seconds = terms
+            self._note(
+                f"the job has -n {least}:{most} and --lost-after {seconds:g}; so has this host"
+            )
+
+    def _note(self, text: str) -> None:
+        if text != self._noted:
+            self._noted = text
+            self._events.append(Note(text))
+
+    def _note_waiting(self, why: str, now: float) -> None:
+        """Tell the user why nothing happens, once that lasts."""
+        if not self._is_early(now):
+            self._note(f"this host waits, up to {self._patience:g} s: {why}")
+
+    def _is_early(self, now: float) -> bool:
+        """Whether nobody wonders yet why nothing happens."""
+        assert self._waits_since is not None
+        due = self._waits_since + _SILENT
+        if now < due:
+            self._wake_at(due)
+        return now < due
 
     def _is_now(self, number: int, generation: int) -> bool:
         return (
@@ -285,7 +316,7 @@ class Member:
                 self._card.id,
                 self._witness,
                 self._chance,
-                self._lost_after,
+                self._terms[2],
             )
         elif lost and apart:
             self._stop(
@@ -315,7 +346,7 @@ class Member:
 
     def _review(self, now: float) -> None:
         """Look at everything again: who is lost, who comes, what can be decided."""
-        self._wake = now + self._lost_after
+        self._wake = now + self._terms[2]
         if not self.stopped and not self.finished:
             if self.generation:
                 self._lead(now)
@@ -329,29 +360,34 @@ class Member:
         """Form the first generation, as its founder."""
         assert self._waits_since is not None
         view, late = self._view(now), now >= self._waits_since + self._patience
-        first = successor(view, self._maximum)
+        first = successor(view, self._terms[1])
         starting = any(view.reports[host].starting for host in view.linked & {*view.reports})
-        enough = len(first.seats) >= self._minimum
+        enough = len(first.seats) >= self._terms[0]
         if enough and ((len(first.hosts) >= self._hosts and not starting) or late):
             self._learn(first, now)
         elif late:
             self._stop(
                 f"{len(first.seats)} ranks on {len(first.hosts)} hosts came within "
-                f"{self._patience:g} s, and the job needs {self._minimum}"
+                f"{self._patience:g} s, and the job needs {self._terms[0]}"
             )
         else:
             self._wake_at(self._waits_since + self._patience)
+            came = f"{len(first.seats)} ranks on {len(first.hosts)} hosts have come"
+            needed = f"{self._terms[0]} on {self._hosts} hosts are needed to begin"
+            self._note_waiting(f"{came}, and at least {needed}", now)
 
     def _wait(self, now: float) -> None:
         """Wait to be taken along."""
-        if self._waits_since is None or self._peers.hears_job(now):
+        found = self._peers.hears_job(now)
+        if self._waits_since is None or found:
             self._waits_since = now
-        if now >= self._waits_since + self._patience:
-            where = [card.address for card in self._known.hosts] or self._addresses
-            self._stop(
-                f"no agent of the job has answered within {self._patience:g} s at "
-                f"{', '.join(where)}"
-            )
+        where = ", ".join([card.address for card in self._known.hosts] or self._addresses)
+        if found:
+            self._note("the job knows of this host, which waits until it is taken along")
+        elif now >= self._waits_since + self._patience:
+            self._stop(f"no agent of the job has answered within {self._patience:g} s at {where}")
+        else:
+            self._note_waiting(f"no agent of the job has answered at {where}", now)
         self._wake_at(self._waits_since + self._patience)
 
     def _lead(self, now: float) -> None:
@@ -360,7 +396,7 @@ class Member:
         assert self._decree is not None
         if not (is_disturbed(view) or is_paused(view)):
             self._waits_since = None
-            reason = wished(view, self._maximum)
+            reason = wished(view, self._terms[1])
             if reason and not self._wish_told:
                 self._wish_told = True
                 self._events.append(Change(reason))
@@ -395,33 +431,36 @@ class Member:
         """How long after the first notice of a loss this agent proposes."""
         there = [card.id for card in view.generation.hosts if card.id in view.linked]
         settle = 0.0 if is_paused(view) else _SETTLE * 2 ** min(self._unmet, 6)
-        return settle + there.index(self._card.id) * min(_STAGGER, self._lost_after / 8)
+        return settle + there.index(self._card.id) * min(_STAGGER, self._terms[2] / 8)
 
     def _choose(self, view: View) -> Message | None:
         """The next generation, as far as this agent knows; None if there is no need for one."""
         if not (is_disturbed(view) or is_paused(view)):
             return None
-        following = successor(view, self._maximum)
-        return following.encode() if len(following.seats) >= self._minimum else None
+        following = successor(view, self._terms[1])
+        return following.encode() if len(following.seats) >= self._terms[0] else None
 
     def _give_up(self, view: View, now: float) -> None:
         """Stop if there is nothing to wait for, or after ``patience``."""
         assert self._waits_since is not None
         late = now >= self._waits_since + self._patience
+        soon = len(ended(view)) == len(view.generation.seats) or is_paused(view)
         self._wake_at(self._waits_since + self._patience)
-        if not late and len(ended(view)) < len(view.generation.seats) and not is_paused(view):
+        if not late and not soon and self._is_early(now):
             return
-        following = successor(view, self._maximum)
+        following = successor(view, self._terms[1])
+        left, least = len(following.seats), self._terms[0]
+        few = f"{left} ranks are left, and the job needs {least}: {following.reason}"
         pending = any(view.reports[host].starting for host in view.linked & view.reports.keys())
-        if not following.seats and not pending:
+        if not left and not pending and (late or soon):
             self._stop(f"no ranks are left: {following.reason}")
-        elif late and len(following.seats) < self._minimum:
-            self._stop(
-                f"{len(following.seats)} ranks are left, and the job needs {self._minimum}: "
-                f"{following.reason}"
-            )
+        elif late and left < least:
+            self._stop(few)
         elif late:
             self._stop(undecided(view, self._patience, self._witness), goes_on=True)
+        else:
+            why = few if left < least else undecided(view, _SILENT, self._witness)
+            self._note_waiting(why, now)
 
     # What goes out.
 
@@ -463,7 +502,7 @@ class Member:
         if report == self._told and (self.stopped or now < self._beat_at):
             return
         self._told = report
-        self._beat_at = now + self._lost_after / 4
+        self._beat_at = now + self._terms[2] / 4
         hosts = {*self._others()}
         if self.generation or self._hosts:
             hosts |= report.hears

@@ -259,11 +259,37 @@ def test_who_keeps_whose_parts(sizes: list[int], data: st.DataObject) -> None:
         assert (keeper is None) == (alone and rank not in leaving)
 
 
+def test_what_is_no_commit_is_refused_before_anything_is_lost() -> None:
+    def program(job: fc.elastic.Job) -> int:
+        with pytest.raises(fc.StateError, match="call that first"):
+            job.commit()
+        unit = fc.Unit("u", {"w": np.zeros(3, np.float32)})
+        engine = fc.FSDP([unit], job.backend, optimizer=fc.optim.SGD(lr=0.1))
+        job.restore({"model": engine})
+        with engine.step(), pytest.raises(fc.StateError, match="inside of a step"):
+            job.commit()
+        return job.commits
+
+    assert ThreadJob(fc.elastic.run(program), (0, 1)).run() == [0, 0]
+
+
+def test_a_spare_that_was_never_called_has_no_result() -> None:
+    def program(job: fc.elastic.Job) -> int:
+        return job.world_size
+
+    done: list[Any] = []
+    job = fc.elastic.launch(lambda: done.append(fc.elastic.run(program)()), world_size=2)
+    job.add(1)  # beyond the most: it waits
+    job.wait()
+    assert done == [2, 2]
+
+
 def test_who_is_slow_is_named() -> None:
     @fc.elastic.run
     def program(job: fc.elastic.Job) -> int:
         units = [fc.Unit(f"u{n}", {"w": np.zeros(2000, np.float32)}) for n in range(3)]
         engine = fc.FSDP(units, job.backend, optimizer=fc.optim.SGD(lr=0.1))
+        job.restore(engine)
         slowest = []
         for _ in range(6):
             with engine.step() as step:
