@@ -240,7 +240,7 @@ class Member:
             return False
         # Who founds a job that goes on already joins it: its agent was started again.
         self._founder, self._hosts = report.founder, 0
-        self._addresses = (*self._addresses, source)
+        self._addresses = tuple(dict.fromkeys((*self._addresses, source)))
         return True
 
     def _adopt(self, terms: Terms) -> None:
@@ -372,9 +372,10 @@ class Member:
             )
         else:
             self._wake_at(self._waits_since + self._patience)
-            came = f"{len(first.seats)} ranks on {len(first.hosts)} hosts have come"
-            needed = f"{self._terms[0]} on {self._hosts} hosts are needed to begin"
-            self._note_waiting(f"{came}, and at least {needed}", now)
+            if not self._here.starting:
+                ranks, hosts = len(first.seats), len(first.hosts)
+                came = f"{ranks} of {self._terms[0]} ranks and {hosts} of {self._hosts} hosts"
+                self._note_waiting(f"{came} have come", now)
 
     def _wait(self, now: float) -> None:
         """Wait to be taken along."""
@@ -494,6 +495,7 @@ class Member:
             tuple(sorted(here.broken.items())),
             self._peers.hears(now),
             self._witness.id if self._witness else "",
+            self._terms,
         )
 
     def _speak(self, now: float) -> None:
