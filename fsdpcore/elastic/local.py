@@ -16,7 +16,7 @@ from threadpoolctl import threadpool_limits
 from fsdpcore.comm.place import RankPlace
 from fsdpcore.comm.transport import Transport
 from fsdpcore.core.checks import as_int
-from fsdpcore.core.errors import ArgumentError, ConfigError, ElasticError
+from fsdpcore.core.errors import ArgumentError, ConfigError, ElasticError, StateError
 from fsdpcore.elastic.channel import Message
 from fsdpcore.elastic.events import Change, Event, Finished, Install, Stop
 from fsdpcore.elastic.generation import Generation, HostCard
@@ -103,8 +103,13 @@ class ElasticThreads:
 
         Args:
             count: how many. Those beyond the job's most wait.
+
+        Raises:
+            StateError: the job has ended.
         """
         with self._lock:
+            if self._member.finished or self._member.stopped:
+                raise StateError("no rank can be added: the job has ended")
             for _ in range(as_int(count, "how many ranks to add", minimum=0)):
                 number = len(self._ranks)
                 found = self._ranks[number] = _Rank(self, number)
@@ -276,8 +281,10 @@ def launch(
             with ``fsdpcore run --elastic``.
         ArgumentError: another argument is wrong.
     """
-    if not callable(fn):
+    if not getattr(fn, "elastic_program", False):
         raise ArgumentError(f"launch() needs a function that elastic.run has made, got {fn!r}")
+    if isinstance(world_size, tuple) and len(world_size) != 2:
+        raise ArgumentError(f"world_size is a number, or a pair of them, got {world_size!r}")
     least, most = world_size if isinstance(world_size, tuple) else (1, world_size)
     most = as_int(most, "world_size", minimum=1)
     least = as_int(least, "world_size", minimum=1, maximum=most)
