@@ -374,7 +374,9 @@ class Member:
             self._wake_at(self._waits_since + self._patience)
             if not self._here.starting:
                 ranks, hosts = len(first.seats), len(first.hosts)
-                came = f"{ranks} of {self._terms[0]} ranks and {hosts} of {self._hosts} hosts"
+                came = (
+                    f"{ranks} of at least {self._terms[0]} ranks and {hosts} of {self._hosts} hosts"
+                )
                 self._note_waiting(f"{came} have come", now)
 
     def _wait(self, now: float) -> None:
