@@ -156,7 +156,7 @@ def run(
         float | None,
         typer.Option(
             help="Seconds of silence after which another host is lost; 10 by default. The same on "
-            "all hosts.",
+            "all hosts; one that joins takes over what the job has.",
             rich_help_panel=_ELASTIC,
         ),
     ] = None,

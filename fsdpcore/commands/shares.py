@@ -174,7 +174,8 @@ def elastic_share(config: Config, options: RunOptions) -> AgentShare:
             "how many ranks? Say so with -n MIN:MAX, as in 'fsdpcore run --elastic -n 2:4 train.py'"
         )
     elastic = options.elastic
-    restarts, lost_after = elastic.restarts or 0, elastic.lost_after or LOST_AFTER
+    restarts = elastic.restarts or 0
+    lost_after = LOST_AFTER if elastic.lost_after is None else elastic.lost_after
     if restarts < 0:
         raise ConfigError(f"--restarts must not be negative, got {restarts}")
     if not 0.5 <= lost_after <= 3600:

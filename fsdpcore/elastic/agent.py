@@ -18,7 +18,7 @@ from typing import Any
 
 from fsdpcore.comm.agents import AgentLinks
 from fsdpcore.elastic.channel import Message
-from fsdpcore.elastic.events import Change, Event, Finished, Install, Stop
+from fsdpcore.elastic.events import Change, Event, Finished, Install, Note, Stop
 from fsdpcore.elastic.generation import Generation
 from fsdpcore.elastic.hearing import pass_on
 from fsdpcore.elastic.membership import Member
@@ -207,21 +207,25 @@ class Agent:
             seat.tell({"kind": "stop", "reason": "the job has ended its program"})
         elif kind == "failed":
             seat.why = str(message["reason"])
-            self._miss(seat, again=not seat.given_up and self._stopped is None)
+            seat.failed = not (seat.given_up or self._finished) and self._stopped is None
+            self._miss(seat, again=seat.failed)
 
     def _handle_end(self, seat: SeatProcess) -> None:
         code = seat.process.poll() or 0
         # It was made to end, or had a right to.
-        meant = self._stopped is not None or bool(self._interrupted)
+        meant = (self._stopped is not None and not seat.failed) or bool(self._interrupted)
         meant |= seat.given_up or (self._finished and seat.rank is None)
         bad = not meant and (code != 0 or not (seat.ended_well or seat.ready))
         if bad:
             text = f"{seat.name} ended without calling a function with @fc.elastic.run"
             if code:
                 text = seat.describe_end()
-            self._failures.append(_Failure(seat.number, text, exit_code(code) or 1))
+            if not (seat.failed and self._finished):  # else all went on without it, and well
+                self._failures.append(_Failure(seat.number, text, exit_code(code) or 1))
             if self._seats.living and not self._finished and seat.why != _LEFT_OUT:
                 self._say(text)
+        elif not (meant or seat.ended_well or seat.rank is None):
+            self._say(f"{seat.name} ended before the job's program did (exit code 0)")
         self._miss(seat, again=bad and code != 0)
 
     def _miss(self, seat: SeatProcess, *, again: bool) -> None:
@@ -250,6 +254,8 @@ class Agent:
                     seat.tell({"kind": "change", "reason": event.reason, "leaves": leaves})
         elif isinstance(event, Finished):
             self._finish()
+        elif isinstance(event, Note):
+            self._say(event.text)
         elif isinstance(event, Stop):
             own = [] if self._leaving or self._interrupted else self._seats.living
             if event.goes_on and own and self._restarts > 0:

@@ -48,4 +48,11 @@ class Stop:
     goes_on: bool = False
 
 
-Event = Install | Change | Finished | Stop
+@dataclass(frozen=True)
+class Note:
+    """What a user should know, in words: what this host waits for."""
+
+    text: str
+
+
+Event = Install | Change | Finished | Stop | Note

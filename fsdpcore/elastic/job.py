@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,12 +13,14 @@ from fsdpcore.checkpoint.plan.contents import check_root
 from fsdpcore.checkpoint.plan.kinds import PerRank
 from fsdpcore.checkpoint.storage.opening import DISK_TIMEOUT, StoragePath
 from fsdpcore.collectives import all_gather
+from fsdpcore.collectives.objects import all_gather_object
 from fsdpcore.comm.backend import Backend
-from fsdpcore.core.errors import CheckpointNotFoundError, StateError
+from fsdpcore.core.errors import CheckpointNotFoundError, MismatchError, StateError
 from fsdpcore.elastic.pace import Pace
 from fsdpcore.elastic.recovery import recover
 from fsdpcore.elastic.seat import Seat
 from fsdpcore.elastic.versions import NONE, State, Versions
+from fsdpcore.fsdp.engine import FSDP, check_idle
 
 _LOG = logging.getLogger("fsdpcore")
 
@@ -34,6 +36,11 @@ def _taken_over(given: Any, loaded: Any) -> Any:
     if type(given) is type(loaded) and type(given) in (list, tuple) and len(given) == len(loaded):
         return type(given)(map(_taken_over, given, loaded))
     return loaded
+
+
+def _engines(state: State) -> list[FSDP]:
+    values = state.values() if isinstance(state, Mapping) else [state]
+    return [value for value in values if isinstance(value, FSDP)]
 
 
 class HandedOver(BaseException):
@@ -114,7 +121,8 @@ class Job:
 
         Args:
             state: what ``checkpoint.load`` takes as its target, and ``checkpoint.save`` as a state:
-                an engine, or a mapping. It is kept, and read at each commit.
+                an engine, or a mapping. It is kept, and read at each commit. Its keys are the same
+                on all ranks, and its structure and shapes in all generations.
 
         Returns:
             The state, which ``commit`` reads from now on. In a dict, those values are new ones that
@@ -123,6 +131,7 @@ class Job:
 
         Raises:
             StateError: it was called before.
+            MismatchError: ranks have different keys in the state.
             The errors of ``checkpoint.load``, but that there may be no checkpoint.
 
         Example::
@@ -138,6 +147,9 @@ class Job:
         check_root(state)
         self._restored = True
         self.state = state
+        first = self.elastic and self.generation == 1 and self.rank == 0
+        if first and any(engine.virtual_ranks is None for engine in _engines(state)):
+            _LOG.warning("FSDP without virtual_ranks: the bits change with the number of ranks")
         found = None
         if self._seat is not None:
             found = recover(self._seat.vault, self.backend, state)
@@ -162,9 +174,19 @@ class Job:
                 where,
             )
         if self._versions is not None and self.world_size > 1:
+            self._check_names()
             self._versions.make(self.state, self.commits)
             self._versions.wait()
             self.backend.barrier(DISK_TIMEOUT)
+
+    def _check_names(self) -> None:
+        """Refuse a state that ranks could not take over from each other."""
+        names = sorted(map(str, self.state)) if isinstance(self.state, Mapping) else []
+        told = all_gather_object(names, self.backend, label="restore, names")
+        if odd := sorted(set[str]().union(*told) - set[str](names).intersection(*told)):
+            raise MismatchError(
+                f"restore: not all ranks have {odd[0]!r} in the state; its keys are the same on all"
+            )
 
     def _load(self) -> bool:
         """Load the newest checkpoint on the disk; False if there is none."""
@@ -189,12 +211,14 @@ class Job:
         again with the ranks that there are then.
 
         Raises:
-            StateError: ``restore`` was not called, so that there is no state to keep.
             ArgumentError, MismatchError: the state makes no sense, or ranks differ in it.
+            StateError: ``restore`` was not called, or a step of an engine in the state is open.
             CommunicationError: a rank is gone.
         """
         if not self._restored:
-            raise StateError("commit() has no state to keep; call restore(state) first")
+            raise StateError("commit() keeps the state that restore() was given; call that first")
+        for engine in _engines(self.state):
+            check_idle(engine, "commit()")
         seconds = self._computed()
         self.commits += 1
         seat, versions = self._seat, self._versions

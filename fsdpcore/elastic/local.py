@@ -16,9 +16,9 @@ from threadpoolctl import threadpool_limits
 from fsdpcore.comm.place import RankPlace
 from fsdpcore.comm.transport import Transport
 from fsdpcore.core.checks import as_int
-from fsdpcore.core.errors import ArgumentError, ConfigError, ElasticError
+from fsdpcore.core.errors import ArgumentError, ConfigError, ElasticError, StateError
 from fsdpcore.elastic.channel import Message
-from fsdpcore.elastic.events import Change, Event, Finished, Install
+from fsdpcore.elastic.events import Change, Event, Finished, Install, Stop
 from fsdpcore.elastic.generation import Generation, HostCard
 from fsdpcore.elastic.hearing import pass_on
 from fsdpcore.elastic.membership import Member
@@ -107,8 +107,13 @@ class ElasticThreads:
 
         Args:
             count: how many. Those beyond the job's most wait.
+
+        Raises:
+            StateError: the job has ended.
         """
         with self._lock:
+            if self._member.finished or self._member.stopped:
+                raise StateError("no rank can be added: the job has ended")
             for _ in range(as_int(count, "how many ranks to add", minimum=0)):
                 number = len(self._ranks)
                 found = self._ranks[number] = _Rank(self, number)
@@ -173,7 +178,8 @@ class ElasticThreads:
         for number, found in self._ranks.items():
             if found.rank == rank and not found.ended and not found.killed:
                 return number, found
-        raise ArgumentError(f"there is no rank {rank} in {self.generation}")
+        number = 0 if self.generation is None else self.generation.number
+        raise ArgumentError(f"no rank {rank} is alive in generation {number} of the job")
 
     # The agent.
 
@@ -225,7 +231,7 @@ class ElasticThreads:
             elif isinstance(event, Finished):
                 rank.well = rank.well or rank.rank is not None
                 rank.channel.tell({"kind": "finished"})
-            else:
+            elif isinstance(event, Stop):
                 self._stopped = event.reason
                 rank.channel.tell({"kind": "stop", "reason": event.reason})
 
@@ -269,8 +275,10 @@ def launch(
             with ``fsdpcore run --elastic``.
         ArgumentError: another argument is wrong.
     """
-    if not callable(fn):
+    if not getattr(fn, "elastic_program", False):
         raise ArgumentError(f"launch() needs a function that elastic.run has made, got {fn!r}")
+    if isinstance(world_size, tuple) and len(world_size) != 2:
+        raise ArgumentError(f"world_size is a number, or a pair of them, got {world_size!r}")
     least, most = world_size if isinstance(world_size, tuple) else (1, world_size)
     most = as_int(most, "world_size", minimum=1)
     least = as_int(least, "world_size", minimum=1, maximum=most)

@@ -14,15 +14,15 @@ import random
 from collections.abc import Sequence
 
 from fsdpcore.elastic.decree import Decree
-from fsdpcore.elastic.events import Change, Event, Finished, Install, Stop
+from fsdpcore.elastic.events import Change, Event, Finished, Install, Note, Stop
 from fsdpcore.elastic.generation import Generation, HostCard
 from fsdpcore.elastic.here import Here
 from fsdpcore.elastic.mail import Mail, Message
 from fsdpcore.elastic.paxos import Witness
 from fsdpcore.elastic.peers import Peers
-from fsdpcore.elastic.reports import Report
+from fsdpcore.elastic.reports import Report, Terms
 from fsdpcore.elastic.succession import View, successor
-from fsdpcore.elastic.term import Limits, Term
+from fsdpcore.elastic.term import SILENT_SECONDS, Limits, Term
 
 _NONE = Generation(0, (), ())
 
@@ -82,6 +82,7 @@ class Member:
         self._told: Report | None = None  # what the others were told last
         self._waits_since: float | None = None  # to begin, or to be taken along
         self._unmet = 0  # generations in a row in which the ranks here did not meet
+        self._noted = ""  # what the user was told last
         self._beat_at = 0.0
         self._wake = 0.0
         self._events: list[Event] = []
@@ -206,6 +207,8 @@ class Member:
             return
         self.job = self.job or job
         is_new = self._peers.note(report, sequence, now)
+        if report.is_of_job and not self._known.number:
+            self._adopt(report.terms)
         if decided:
             self._learn(Generation.decode(decided), now)
         if report.finished:
@@ -228,8 +231,32 @@ class Member:
             return False
         # Who founds a job that goes on already joins it: its agent was started again.
         self._founder, self._hosts = report.founder, 0
-        self._addresses = (*self._addresses, source)
+        self._addresses = tuple(dict.fromkeys((*self._addresses, source)))
         return True
+
+    def _adopt(self, terms: Terms) -> None:
+        """Keep to what the job does, where this host was told otherwise."""
+        if terms != self._limits.terms:
+            least, most, seconds = terms
+            self._limits = Limits(least, most, seconds, self._limits.patience)
+            self._peers.lost_after = seconds
+            self._note(
+                f"the job has -n {least}:{most} and --lost-after {seconds:g}; so has this host"
+            )
+
+    def _note(self, text: str) -> None:
+        if text != self._noted:
+            self._noted = text
+            self._events.append(Note(text))
+
+    def _note_waiting(self, why: str, now: float) -> None:
+        """Tell the user why nothing happens, once that lasts."""
+        assert self._waits_since is not None
+        due = self._waits_since + SILENT_SECONDS
+        if now < due:
+            self._wake_at(due)
+        else:
+            self._note(self._limits.waiting(why))
 
     def _is_now(self, number: int, generation: int) -> bool:
         now = self.generation
@@ -321,17 +348,23 @@ class Member:
             )
         else:
             self._wake_at(self._waits_since + limits.patience)
+            if not self._here.starting:
+                came = f"{len(first.seats)} of at least {limits.minimum} ranks"
+                hosts = f"{len(first.hosts)} of {self._hosts} hosts"
+                self._note_waiting(f"{came} and {hosts} have come", now)
 
     def _wait(self, now: float) -> None:
         """Wait to be taken along."""
-        patience = self._limits.patience
-        if self._waits_since is None or self._peers.hears_job(now):
+        patience, found = self._limits.patience, self._peers.hears_job(now)
+        if self._waits_since is None or found:
             self._waits_since = now
-        if now >= self._waits_since + patience:
-            where = [card.address for card in self._known.hosts] or self._addresses
-            self._stop(
-                f"no agent of the job has answered within {patience:g} s at {', '.join(where)}"
-            )
+        where = ", ".join([card.address for card in self._known.hosts] or self._addresses)
+        if found:
+            self._note("the job knows of this host, which waits until it is taken along")
+        elif now >= self._waits_since + patience:
+            self._stop(f"no agent of the job has answered within {patience:g} s at {where}")
+        else:
+            self._note_waiting(f"no agent of the job has answered at {where}", now)
         self._wake_at(self._waits_since + patience)
 
     def _lead(self, term: Term, now: float) -> None:
@@ -346,8 +379,10 @@ class Member:
             self._learn(Generation.decode(term.decided), now)
             for host in sorted(hosts | {*self._others()}):
                 self._mail.to(host)
-        elif stop := term.give_up(view, now):
-            self._stop(stop.reason, goes_on=stop.goes_on)
+        elif isinstance(found := term.give_up(view, now), Stop):
+            self._stop(found.reason, goes_on=found.goes_on)
+        elif found:
+            self._note(found)
         self._wake_at(term.wake)
 
     # What goes out.
@@ -382,6 +417,7 @@ class Member:
             tuple(sorted(here.broken.items())),
             self._peers.hears(now),
             self._witness.id if self._witness else "",
+            self._limits.terms,
         )
 
     def _speak(self, now: float) -> None:

@@ -26,11 +26,12 @@ class Peers:
         lost_after: seconds of silence after which an agent is lost.
 
     Attributes:
+        lost_after: as given.
         generation: the newest that was decided, as far as this agent knows.
     """
 
     def __init__(self, me: str, lost_after: float) -> None:
-        self._me, self._lost_after = me, lost_after
+        self._me, self.lost_after = me, lost_after
         self._peers: dict[str, Peer] = {}
         self.generation = Generation(0, (), ())
         self._since: dict[str, float] = {}  # when agents came into the job, by their ids
@@ -50,7 +51,7 @@ class Peers:
     def catch_up(self, now: float) -> None:
         """Forgive the others the time in which this agent itself stood still."""
         last, self._last_call = self._last_call, now
-        stood = 0.0 if last is None else now - last - self._lost_after / 2
+        stood = 0.0 if last is None else now - last - self.lost_after / 2
         if stood > 0:
             for peer in self._peers.values():
                 peer.heard += stood
@@ -89,11 +90,7 @@ class Peers:
 
     def hears_job(self, now: float) -> bool:
         """Whether something comes from an agent that can take others along."""
-        reports = [self._peers[host].report for host in self.hears(now) & self._peers.keys()]
-        return any(
-            report.member or (not report.generation and report.founder == report.card.id)
-            for report in reports
-        )
+        return any(self._peers[host].report.is_of_job for host in self.hears(now) & {*self._peers})
 
     def linked(self, now: float) -> frozenset[str]:
         """This agent, and those that it hears and that hear it."""
@@ -111,8 +108,8 @@ class Peers:
         return all(peer.report.finished or not self._is_heard(peer, now) for peer in known)
 
     def _is_heard(self, peer: Peer, now: float) -> bool:
-        return now < peer.heard + self._lost_after
+        return now < peer.heard + self.lost_after
 
     def _is_new(self, host: str, now: float) -> bool:
         """Whether an agent came into the job so lately that it may not know it yet."""
-        return host in self._since and now < self._since[host] + self._lost_after
+        return host in self._since and now < self._since[host] + self.lost_after

@@ -97,7 +97,8 @@ def run(
 
     Returns:
         The function, which blocks until the program has ended on all ranks, and returns its result.
-        A rank that leaves in order ends by ``SystemExit``, with code 0.
+        A rank that leaves in order, or that was never more than a spare, ends by ``SystemExit``,
+        with code 0.
 
     Raises:
         ArgumentError: ``every`` is not a positive integer.
@@ -212,6 +213,7 @@ class _Program:
         self._fn, self._options = fn, options
         self._result: Any = None
         self._commits = 0
+        self._called_once = False
         self._tries = 0
         self._seats: object = None
         self._broken: Transport | None = None  # that of the generation before
@@ -229,9 +231,9 @@ class _Program:
         while True:
             verdict = process.seat.verdict()
             kind = verdict["kind"]
-            if kind == FINISHED:
+            if kind == FINISHED and self._called_once:
                 return self._result
-            if kind == LEFT:
+            if kind in (FINISHED, LEFT):  # without a result, what follows the program cannot run
                 raise SystemExit(0)
             if kind != GENERATION:
                 raise ElasticError(str(verdict["reason"]))
@@ -282,6 +284,7 @@ class _Program:
             hosts=generation.host_numbers(),
             **self._options,
         )
+        self._called_once = True
         try:
             with program(self._fn, backend):
                 self._result = self._fn(job)

@@ -7,6 +7,8 @@ from typing import Any
 
 from fsdpcore.elastic.generation import HostCard
 
+Terms = tuple[int, int, float]
+
 
 @dataclass(frozen=True)
 class Report:
@@ -27,6 +29,8 @@ class Report:
         broken: of seats whose backend broke in that generation, with the ranks that they suspect.
         hears: the ids of the agents from which something came lately.
         witness: the id of its witness; empty if it has none.
+        terms: least and most ranks of the job, and after how many seconds of silence an agent is
+            lost.
     """
 
     card: HostCard
@@ -43,6 +47,12 @@ class Report:
     broken: tuple[tuple[int, tuple[int, ...]], ...] = ()
     hears: frozenset[str] = frozenset()
     witness: str = ""
+    terms: Terms = (1, 1, 10.0)
+
+    @property
+    def is_of_job(self) -> bool:
+        """Whether it is in the job, or founds it, and can take others along."""
+        return self.member or (not self.generation and self.founder == self.card.id)
 
     @property
     def leavers(self) -> set[int]:
@@ -63,6 +73,7 @@ class Report:
             "paused": [*self.paused],
             "going": [*self.going],
             "witness": self.witness,
+            "terms": [*self.terms],
             "leaving": [[number, reason] for number, reason in self.leaving],
             "broken": [[number, [*suspects]] for number, suspects in self.broken],
             "hears": sorted(self.hears),
@@ -75,6 +86,7 @@ class Report:
         Raises:
             KeyError, TypeError, ValueError: it is something else.
         """
+        least, most, lost_after = content["terms"]
         return cls(
             card=HostCard(*map(str, content["card"])),
             founder=str(content["founder"]),
@@ -91,4 +103,5 @@ class Report:
             ),
             hears=frozenset(map(str, content["hears"])),
             witness=str(content["witness"]),
+            terms=(int(least), int(most), float(lost_after)),
         )

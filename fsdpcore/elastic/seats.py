@@ -33,6 +33,7 @@ class SeatProcess:
         leaves: it, or its host, has asked to leave.
         given_up: its host joins the job anew, without it.
         why: it failed, as it has said itself.
+        failed: it has said so while the job went on.
         kill_at: when it is killed, unless it ends before; None while it may live.
         missed: it is no rank any more.
         ended: its end was seen.
@@ -48,6 +49,7 @@ class SeatProcess:
     paused: bool = False
     given_up: bool = False
     why: str = ""
+    failed: bool = False
     kill_at: float | None = None
     missed: bool = False
     ended: bool = False

@@ -271,7 +271,7 @@ def _listed(reasons: Iterable[str]) -> str:
 
 def _name(generation: Generation, seat: Seat) -> str:
     card = next(card for card in generation.hosts if card.id == seat.host)
-    return f"rank {generation.rank(seat)} on {card.address.rpartition(':')[0]}"
+    return f"rank {generation.rank(seat)} on {card.address.rpartition(':')[0] or card.address}"
 
 
 def undecided(view: View, patience: float, witness: Witness | None) -> str:

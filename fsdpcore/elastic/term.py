@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from fsdpcore.elastic.decree import Decree, Message
 from fsdpcore.elastic.events import Stop
 from fsdpcore.elastic.paxos import Value, Witness
+from fsdpcore.elastic.reports import Terms
 from fsdpcore.elastic.succession import (
     View,
     ended,
@@ -22,6 +23,8 @@ from fsdpcore.elastic.succession import (
 _SETTLE = 0.05  # seconds in which reports of one loss come together
 _STAGGER = 0.25  # seconds after which the next agent proposes
 _PHASES = 3  # of a decision; all may be due at once
+SILENT_SECONDS = 3.0
+"""After which a user is told what is waited for."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +35,15 @@ class Limits:
     maximum: int
     lost_after: float
     patience: float
+
+    @property
+    def terms(self) -> Terms:
+        """What must be the same on all hosts."""
+        return self.minimum, self.maximum, self.lost_after
+
+    def waiting(self, why: str) -> str:
+        """What to tell a user meanwhile."""
+        return f"this host waits, up to {self.patience:g} s: {why}"
 
 
 class Term:
@@ -109,24 +121,37 @@ class Term:
             self._wake_at(decree.next_step())
         return messages
 
-    def give_up(self, view: View, now: float) -> Stop | None:
-        """Why this host must stop: nothing is left to wait for, or patience is over."""
+    def give_up(self, view: View, now: float) -> Stop | str:
+        """Why this host must stop: nothing is left to wait for, or patience is over.
+
+        Returns:
+            A text for the user instead, once the next generation is late; empty before.
+        """
         if self.due_since is None:
-            return None
-        minimum, patience = self._limits.minimum, self._limits.patience
-        late = now >= self.due_since + patience
-        self._wake_at(self.due_since + patience)
-        if not late and len(ended(view)) < len(view.generation.seats) and not is_paused(view):
-            return None
-        following = successor(view, self._limits.maximum)
+            return ""
+        limits, waited = self._limits, now - self.due_since
+        late = waited >= limits.patience
+        settled = len(ended(view)) == len(view.generation.seats) or is_paused(view)
+        self._wake_at(self.due_since + limits.patience)
+        if not late and not settled and waited < SILENT_SECONDS:
+            self._wake_at(self.due_since + SILENT_SECONDS)
+            return ""
+        following = successor(view, limits.maximum)
         pending = any(view.reports[host].starting for host in view.linked & view.reports.keys())
         left = len(following.seats)
-        if not left and not pending:
+        there = f"{left} {'rank is' if left == 1 else 'ranks are'} left"
+        few = f"{there}, and the job needs {limits.minimum}: {following.reason}"
+        if not left and not pending and (late or settled):
             return Stop(f"no ranks are left: {following.reason}")
-        if late and left < minimum:
-            there = f"{left} {'rank is' if left == 1 else 'ranks are'} left"
-            return Stop(f"{there}, and the job needs {minimum}: {following.reason}")
-        return Stop(undecided(view, patience, self._witness), goes_on=True) if late else None
+        if late and left < limits.minimum:
+            return Stop(few)
+        if late:
+            return Stop(undecided(view, limits.patience, self._witness), goes_on=True)
+        if waited < SILENT_SECONDS:
+            self._wake_at(self.due_since + SILENT_SECONDS)
+            return ""
+        undone = undecided(view, SILENT_SECONDS, self._witness)
+        return limits.waiting(few if left < limits.minimum else undone)
 
     def _wake_at(self, time: float) -> None:
         self.wake = min(self.wake, time)

@@ -169,3 +169,12 @@ def test_a_script_without_an_elastic_function_is_told_so(script):
     assert last_line(done).endswith(
         "ended without calling a function with @fc.elastic.run; no rank is left on this host"
     )
+
+
+def test_what_a_program_raises_on_all_ranks_is_the_last_word(script):
+    path = script("import fsdpcore as fc\n@fc.elastic.run\ndef f(job): 1 / 0\nf()\n")
+    with host("-n", "1:2", script=path) as here:
+        done = here.job.finish()
+    assert done.code == 1
+    assert "ZeroDivisionError" in last_line(done)
+    assert "no ranks are left" in last_line(done)

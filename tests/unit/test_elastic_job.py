@@ -310,12 +310,46 @@ def test_who_keeps_whose_parts(sizes: list[int], data: st.DataObject) -> None:
         assert (keeper is None) == (alone and rank not in leaving)
 
 
+def test_what_is_no_commit_is_refused_before_anything_is_lost() -> None:
+    def program(job: fc.elastic.Job) -> int:
+        with pytest.raises(fc.StateError, match="call that first"):
+            job.commit()
+        with pytest.raises(fc.MismatchError, match="not all ranks have 'of rank 0'"):
+            fc.elastic.Job(job.backend, seat=job._seat).restore({f"of rank {job.rank}": 1})
+        unit = fc.Unit("u", {"w": np.zeros(3, np.float32)})
+        engine = fc.FSDP([unit], job.backend, optimizer=fc.optim.SGD(lr=0.1))
+        job.restore({"model": engine})
+        with engine.step(), pytest.raises(fc.StateError, match="inside of a step"):
+            job.commit()
+        return job.commits
+
+    assert ThreadJob(fc.elastic.run(program), (0, 1)).run() == [0, 0]
+
+
+def test_a_spare_that_was_never_called_has_no_result() -> None:
+    def program(job: fc.elastic.Job) -> int:
+        return job.world_size
+
+    done: list[Any] = []
+    decorated = fc.elastic.run(program)
+    job = fc.elastic.launch(
+        functools.wraps(decorated)(lambda: done.append(decorated())), world_size=2
+    )
+    job.add(1)  # beyond the most: it waits
+    job.wait()
+    assert done == [2, 2]
+    with pytest.raises(fc.StateError, match="has ended"):
+        job.add(1)
+    with pytest.raises(fc.ArgumentError, match=r"elastic\.run"):
+        fc.elastic.launch(program, world_size=2)
+
+
 def test_who_is_slow_is_named() -> None:
     @fc.elastic.run
     def program(job: fc.elastic.Job) -> int:
         units = [fc.Unit(f"u{n}", {"w": np.zeros(2000, np.float32)}) for n in range(3)]
         engine = fc.FSDP(units, job.backend, optimizer=fc.optim.SGD(lr=0.1))
-        job.restore({"model": engine})
+        job.restore(engine)
         slowest = []
         for _ in range(6):
             with engine.step() as step:
