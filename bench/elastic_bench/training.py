@@ -15,7 +15,7 @@ import sys
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -92,7 +92,7 @@ def train(job: fc.elastic.Job, training: Training, diary: Diary) -> None:
     )
     stack = fc.LayerStack(build(config))
     engine = fc.FSDP(
-        stack.units(np.random.default_rng(7)),
+        stack.units(cast(Any, _Later())),
         job.backend,
         optimizer=fc.optim.AdamW(1e-3),
         virtual_ranks=training.leaves,
@@ -107,7 +107,22 @@ def train(job: fc.elastic.Job, training: Training, diary: Diary) -> None:
         kept = not training.block or number // training.block % 2 == 0
         if kept:
             job.commit()
-        diary.tell("step", number=number, began=began, stepped=stepped, kept=kept)
+        diary.tell("commit", number=number, began=began, stepped=stepped, kept=kept)
+
+
+class _Later:
+    """In place of a generator: parameters are drawn by each rank, its own share of them only."""
+
+    def standard_normal(self, shape: tuple[int, ...], dtype: object) -> _Drawn:
+        return _Drawn(shape)
+
+
+@dataclass
+class _Drawn:
+    shape: tuple[int, ...]
+
+    def __mul__(self, scale: float) -> fc.Spec:
+        return fc.Spec(self.shape, init=fc.initializers.normal(std=scale))
 
 
 def _step(engine: fc.FSDP, stack: fc.LayerStack, training: Training, number: int) -> None:
@@ -128,13 +143,13 @@ def _step(engine: fc.FSDP, stack: fc.LayerStack, training: Training, number: int
 def main() -> None:
     """Be a rank."""
     folder, training = Path(sys.argv[1]), Training(**json.loads(sys.argv[2]))
-    diary = Diary(folder)
+    diary = Diary(folder / "diaries")
     logger = logging.getLogger("fsdpcore")
     logger.setLevel(logging.INFO)
     logger.addHandler(diary)
     keep_freed_memory()
 
-    @fc.elastic.run
+    @fc.elastic.run(every=1)
     def program(job: fc.elastic.Job) -> None:
         try:
             train(job, training, diary)

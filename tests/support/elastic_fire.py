@@ -85,6 +85,7 @@ class Fire:
         lab: its hosts.
         folder: of diaries, checkpoints and what the agents print.
         arguments: of the training.
+        script: of the training, whose diary is that of ``elastic_burned``.
         struck: the processes that we have killed, stopped or cut off.
         faults: what was done, by kind.
         seconds: from each fault until all that were left, or all, had made a commit again.
@@ -96,6 +97,7 @@ class Fire:
     per_host: int = 2
     seed: int = 0
     options: str = ""
+    script: Path = SCRIPT
     struck: set[int] = field(default_factory=set)
     faults: Counter[str] = field(default_factory=Counter)
     seconds: dict[str, list[float]] = field(default_factory=dict)
@@ -128,7 +130,7 @@ class Fire:
         words = [sys.executable, "-m", "fsdpcore", "run", "--elastic", "--restarts", 1000]
         words += ["-n", f"1:{self.all}", "--per-node", self.per_host, *where]
         words += ["--lost-after", LOST_AFTER, "--transport", url, "--rendezvous-timeout", 30]
-        words += [SCRIPT, self.folder, *self.arguments]
+        words += [self.script, self.folder, *self.arguments]
         environ = clean_environ(FSDPCORE_TOKEN=self._token, LAB_HOST=str(host.number))
         self.folder.mkdir(parents=True, exist_ok=True)
         with open(self.folder / f"agent-{host.number}.log", "ab") as log:
