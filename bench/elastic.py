@@ -35,7 +35,7 @@ from fsdpcore.core.text import columns
 
 MODELS = {
     "small": Training(),
-    "gpt27": Training(width=528, layers=8, heads=2, context=128),
+    "gpt27": Training(width=528, layers=8, heads=2),
 }
 KINDS = {"kill": "kill", "vanish": "host"}
 PARTS = (*KINDS, "commits")

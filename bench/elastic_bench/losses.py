@@ -17,6 +17,7 @@ PHASES = ("notice", "decision", "meeting", "engine", "restore", "step", "recover
 """Of a loss; all but the first one are in ``recovery``."""
 
 _MARKS = ("unwound", "log", "called", "made", "restored", "commit")
+_PATIENCE = 600.0
 _SKIPPED = 1  # of a block, the steps in which what was before it ends
 
 
@@ -33,7 +34,9 @@ def lose(
         times: how often.
     """
     began = []
-    with Fire(lab, folder, (training.text(),), per_host=1, script=SCRIPT) as fire:
+    with Fire(
+        lab, folder, (training.text(),), per_host=1, script=SCRIPT, patience=_PATIENCE
+    ) as fire:
         for _ in range(times):
             fire.wait(lambda: fire.whole(0.0), "the job does not begin")
             began.append(time.monotonic())
@@ -81,7 +84,9 @@ def keep(lab: Lab, folder: Path, training: Training) -> tuple[list[float], list[
         folder: for diaries; does not exist.
         training: what is trained, with a ``block``.
     """
-    with Fire(lab, folder, (training.text(),), per_host=1, script=SCRIPT) as fire:
+    with Fire(
+        lab, folder, (training.text(),), per_host=1, script=SCRIPT, patience=_PATIENCE
+    ) as fire:
         last = training.steps - 1
 
         def over() -> bool:
