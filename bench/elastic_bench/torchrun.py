@@ -35,11 +35,13 @@ def restart(lab: Lab, folder: Path, times: int) -> list[float]:
     words = ["-m", "torch.distributed.run", "--nnodes", len(lab.hosts), "--nproc-per-node", 1]
     words += ["--max-restarts", 1000, "--rdzv-backend", "c10d", "--rdzv-id", "bench"]
     words += ["--rdzv-endpoint", f"{lab.hosts[0].address}:{_PORT}"]
-    found = []
+    found: list[float] = []
     with contextlib.ExitStack() as stack:
         for host in lab.hosts:
             log = stack.enter_context(open(folder / f"host-{host.number}.log", "wb"))
-            each = [*words, "--local-addr", host.address, _SCRIPT, folder]
+            # It would look for the endpoint among the addresses of this machine's name only.
+            first = f"is_host={'false' if host.number else 'true'}"
+            each = [*words, "--local-addr", host.address, "--rdzv-conf", first, _SCRIPT, folder]
             agent = subprocess.Popen(  # noqa: S603
                 host.command(sys.executable, *each), env=environ, stdout=log, stderr=log
             )

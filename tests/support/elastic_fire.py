@@ -50,8 +50,8 @@ def read(folder: Path) -> list[Entry]:
         for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
             if line.endswith("\n"):  # else it is being written
                 content = json.loads(line)
-                parts = (content.pop(name) for name in ("what", "at", "pid"))
-                found.append(Entry(*parts, content))
+                what, at, pid = (content.pop(name) for name in ("what", "at", "pid"))
+                found.append(Entry(what, at, pid, content))
     return sorted(found, key=lambda entry: entry.at)
 
 
