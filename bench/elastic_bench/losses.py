@@ -52,12 +52,11 @@ def phases(entries: Sequence[Entry], at: float) -> dict[str, float]:
     """
     later = [entry for entry in entries if entry.at > at]
     first = next(entry for entry in later if entry.what == "unwound")
-    newest = min(
-        entry.generation
-        for entry in later
-        if entry.what == "commit" and entry.generation > first.generation
-    )
-    done = [entry for entry in later if entry.what == "commit" and entry.generation == newest]
+    commits = [
+        entry for entry in later if _is_commit(entry) and entry.generation > first.generation
+    ]
+    newest = min(entry.generation for entry in commits)
+    done = [entry for entry in commits if entry.generation == newest]
     there = {entry.pid for entry in entries if entry.at < at}
     stayed = {entry.pid for entry in done} & there
     marks = [first.at]
@@ -65,7 +64,9 @@ def phases(entries: Sequence[Entry], at: float) -> dict[str, float]:
         ends = []
         for pid in stayed:
             own = [entry for entry in later if entry.pid == pid and entry.what == what]
-            if what == "log":
+            if what == "commit":
+                own = [entry for entry in done if entry.pid == pid]
+            elif what == "log":
                 text = f"generation {newest}: this is"
                 own = [entry for entry in own if entry.words.startswith(text)]
             else:
@@ -74,6 +75,11 @@ def phases(entries: Sequence[Entry], at: float) -> dict[str, float]:
         marks.append(max(ends))
     took = [end - begin for begin, end in pairwise(marks)]
     return dict(zip(PHASES, [first.at - at, *took, marks[-1] - marks[0]], strict=True))
+
+
+def _is_commit(entry: Entry) -> bool:
+    """Whether a step was committed; if others come along at once, the ranks hand over by that."""
+    return entry.what == "commit" or (entry.what == "unwound" and entry.why == "HandedOver")
 
 
 def keep(lab: Lab, folder: Path, training: Training) -> tuple[list[float], list[float]]:

@@ -26,7 +26,7 @@ def _lived(pid: int, late: float) -> list[Entry]:
     marks += [("restored", 25.0, new), ("commit", 31.0, new), ("commit", 99.0, new)]
     return [
         Entry("commit", 9.0, pid, old),
-        Entry("unwound", 11.0 + late, pid, old),
+        Entry("unwound", 11.0 + late, pid, {"why": "PeerFailedError", **old}),
         *(Entry(what, at + late, pid, rest) for what, at, rest in marks),
     ]
 
