@@ -48,16 +48,16 @@ class MemoryFile:
 
 
 class MemoryStorage(Storage):
-    """Folders of files in memory, of one process alone.
+    """Folders of files in memory, of one process alone; what is read is taken as it is.
 
     Args:
         path: what messages call it.
-        room: makes the memory of a file that is written, which is to hold so many bytes.
     """
 
-    def __init__(self, path: str, room: Callable[[int], Bytes] = new_room) -> None:
+    checks = False
+
+    def __init__(self, path: str) -> None:
         self.path = path
-        self._room = room
         self._folders: dict[str, dict[str, MemoryFile]] = {}
 
     def add(self, name: str, file: MemoryFile) -> None:
@@ -84,7 +84,7 @@ class MemoryStorage(Storage):
         folder, base = split_name(name)
         if base in self._folders.get(folder, {}):
             raise FileExistsError(errno.EEXIST, "is there already", name)
-        return _MemoryWriter(self, name, self._room)
+        return _MemoryWriter(self, name)
 
     def reader(self, name: str) -> StorageReader:
         return _MemoryReader(self._file(name), name)
@@ -118,24 +118,17 @@ class MemoryStorage(Storage):
 
 
 class _MemoryWriter(StorageWriter):
-    def __init__(self, storage: MemoryStorage, name: str, room: Callable[[int], Bytes]) -> None:
+    def __init__(self, storage: MemoryStorage, name: str) -> None:
         self._storage, self._name = storage, name
-        self._room = room
-        self._memory = room(0)
+        self._content = bytearray()
 
     def write(self, *buffers: ReadableBuffer) -> None:
         for buffer in buffers:
-            data = np.frombuffer(buffer, np.uint8)
-            end = self.written + data.size
-            if end > self._memory.size:
-                larger = self._room(max(end, 2 * self._memory.size))
-                larger[: self.written] = self._memory[: self.written]
-                self._memory = larger
-            np.copyto(self._memory[self.written : end], data)
-            self.written = end
+            self._content += buffer
+            self.written = len(self._content)
 
     def close(self) -> None:
-        self._storage.add(self._name, MemoryFile.of(self._memory[: self.written]))
+        self._storage.add(self._name, MemoryFile.of(np.frombuffer(self._content, np.uint8)))
 
     def discard(self) -> None:
         """Do nothing: it was not added."""

@@ -245,6 +245,9 @@ class _Program:
         """Be a rank of one generation; return whether the program has ended."""
         seat, generation = process.seat, Generation.decode(verdict["generation"])
         place = _place(verdict["place"], seat.overtaken)
+        _LOG.info(
+            "generation %d: this is rank %d of %d", generation.number, place.rank, place.world_size
+        )
         self._close_broken(place.rank)
         backend: Transport | None = None
         try:

@@ -30,6 +30,7 @@ from fsdpcore.elastic.versions import State, Vault, Version, Whole, pieces_of
 
 _ASK = 0  # tag of what is asked for; answers have others
 _SERVED = 16  # answers under way at a time
+_NO_SUMS = FileSums(0, 0)  # which the storage in memory does not look at
 
 
 def newest_whole(told: Sequence[Iterable[Sequence[int]]]) -> Whole | None:
@@ -100,10 +101,10 @@ def _metadata(whole: Whole, records: Mapping[int, Mapping[str, Any]]) -> Metadat
     save_id = f"elastic-{version.generation}"
     files = []
     for part in range(ranks):
-        layout = lay_out(pieces_of(records[part]["record"]), save_id, part)
+        layout = lay_out(pieces_of(records[part]), save_id, part)
         if layout.places.pieces:
-            files.append(RankFile(part, layout.places, FileSums(*records[part]["sums"])))
-    every = [records[part]["record"]["about"] for part in range(ranks)]
+            files.append(RankFile(part, layout.places, _NO_SUMS))
+    every = [records[part]["about"] for part in range(ranks)]
     arrays = {name: (kind, tuple(shape)) for name, (kind, shape) in every[0]["arrays"].items()}
     states = [each["state"] for each in every]
     return described(
@@ -137,8 +138,7 @@ class _Files:
         found = {}
         for number, part in self._here.items():
             if self._whole.keepers[number][0] == self._rank:
-                sums = part.sums()
-                found[str(number)] = {"record": part.record(), "sums": [sums.header, sums.table]}
+                found[str(number)] = part.record()
         return found
 
     def file(self, part: int, size: int) -> MemoryFile:

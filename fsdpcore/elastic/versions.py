@@ -10,18 +10,19 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from fsdpcore.checkpoint.memory.fetching import fetched
 from fsdpcore.checkpoint.plan.describe import StatefulEngine
 from fsdpcore.checkpoint.plan.file_layout import FileLayout, lay_out
 from fsdpcore.checkpoint.plan.kinds import Stateful
 from fsdpcore.checkpoint.plan.save_plan import Rows, WrittenPiece
-from fsdpcore.checkpoint.save.commit import PreparedSave, write_prepared
+from fsdpcore.checkpoint.save.commit import PreparedSave
 from fsdpcore.checkpoint.save.saver import Saver
-from fsdpcore.checkpoint.save.step_folder import file_name
-from fsdpcore.checkpoint.save.writing import FileSums
+from fsdpcore.checkpoint.save.writing import chunks
 from fsdpcore.checkpoint.storage.opening import DISK_TIMEOUT
 from fsdpcore.collectives import all_gather
 from fsdpcore.comm.backend import Backend
@@ -37,7 +38,10 @@ State = StatefulEngine | Stateful | Mapping[str, Any]
 NONE = -1
 """In place of the commit of a version: there is none."""
 
-_SUMS = 2  # numbers of 64 bits at the end of a part
+
+_ROOM = 2
+"""Times as much memory is asked for as a part takes, since parts grow when ranks are lost. What is
+not used takes none; what was used before is much faster than what the system has to give first."""
 
 
 class Version(NamedTuple):
@@ -73,7 +77,7 @@ class Part(NamedTuple):
         version: of which it is.
         rank: of that generation.
         ranks: how many it had.
-        memory: the file, the record, checksums of the file.
+        memory: the file, without checksums, and the record.
         file_bytes: of the file.
     """
 
@@ -90,13 +94,8 @@ class Part(NamedTuple):
 
     def record(self) -> dict[str, Any]:
         """What is in the file, and all that is no array."""
-        end = self.memory.size - 8 * _SUMS
-        found: dict[str, Any] = json.loads(self.memory[self.file_bytes : end].tobytes())
+        found: dict[str, Any] = json.loads(self.memory[self.file_bytes :].tobytes())
         return found
-
-    def sums(self) -> FileSums:
-        """The checksums of the file's ends."""
-        return FileSums(*self.memory[-8 * _SUMS :].copy().view(np.uint64).tolist())
 
 
 class Vault:
@@ -116,7 +115,7 @@ class Vault:
             if each.size >= size:
                 return self._free.pop(index)[:size]
         self._free.clear()  # all too small
-        return new_room(size)
+        return new_room(_ROOM * size)[:size]
 
     def keep_from(self, version: Version) -> None:
         """Forget what is older than a version; its memory serves again.
@@ -186,21 +185,27 @@ class Versions:
         prepared = self._saver.prepare(state, step=commit)
         record = self._record(prepared)
         file_bytes = self._layout.places.size
-        memory = self._vault.room(file_bytes + len(record) + 8 * _SUMS)
-        self._write(prepared, record, memory)
+        memory = self._vault.room(file_bytes + len(record))
+        self._write(prepared, memory)
+        memory[file_bytes:] = np.frombuffer(record, np.uint8)
         version, rank = Version(self._generation, commit), self._backend.rank
         own = Part(version, rank, self._backend.world_size, memory, file_bytes)
         self._vault.keep(own)
         self.made = commit
         self._copy(own, leaving)
 
-    def _write(self, prepared: PreparedSave, record: bytes, memory: Bytes) -> None:
-        storage = MemoryStorage("the ranks' memory", lambda size: memory)
-        name, layout = file_name(self._backend.rank), self._layout
-        sums = write_prepared(storage, name, layout, prepared, self._backend.device)
-        end = layout.places.size + len(record)
-        memory[layout.places.size : end] = np.frombuffer(record, np.uint8)
-        memory[end:] = np.array([sums.header, sums.table], np.uint64).view(np.uint8)
+    def _write(self, prepared: PreparedSave, memory: Bytes) -> None:
+        """Copy the arrays to where they are in the file; nobody reads what is beside them."""
+        places = self._layout.places
+        ordered = [prepared.sources[index] for index in places.order]
+        at = places.data_start
+        memory[:at] = 0
+        for group in fetched(ordered, self._backend.device):
+            for chunk in chain.from_iterable(map(chunks, group)):
+                memory[at : at + chunk.nbytes] = np.frombuffer(chunk, np.uint8)
+                at += chunk.nbytes
+        assert at == places.table
+        memory[at : places.size] = 0
 
     def _record(self, prepared: PreparedSave) -> bytes:
         if prepared.pieces is not self._pieces:  # the plan is another one

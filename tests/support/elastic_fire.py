@@ -50,8 +50,8 @@ def read(folder: Path) -> list[Entry]:
         for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
             if line.endswith("\n"):  # else it is being written
                 content = json.loads(line)
-                parts = (content.pop(name) for name in ("what", "at", "pid"))
-                found.append(Entry(*parts, content))
+                what, at, pid = (content.pop(name) for name in ("what", "at", "pid"))
+                found.append(Entry(what, at, pid, content))
     return sorted(found, key=lambda entry: entry.at)
 
 
@@ -85,6 +85,8 @@ class Fire:
         lab: its hosts.
         folder: of diaries, checkpoints and what the agents print.
         arguments: of the training.
+        script: of the training, whose diary is that of ``elastic_burned``.
+        patience: seconds after which what does not happen hangs.
         struck: the processes that we have killed, stopped or cut off.
         faults: what was done, by kind.
         seconds: from each fault until all that were left, or all, had made a commit again.
@@ -96,6 +98,8 @@ class Fire:
     per_host: int = 2
     seed: int = 0
     options: str = ""
+    script: Path = SCRIPT
+    patience: float = PATIENCE
     struck: set[int] = field(default_factory=set)
     faults: Counter[str] = field(default_factory=Counter)
     seconds: dict[str, list[float]] = field(default_factory=dict)
@@ -128,7 +132,7 @@ class Fire:
         words = [sys.executable, "-m", "fsdpcore", "run", "--elastic", "--restarts", 1000]
         words += ["-n", f"1:{self.all}", "--per-node", self.per_host, *where]
         words += ["--lost-after", LOST_AFTER, "--transport", url, "--rendezvous-timeout", 30]
-        words += [SCRIPT, self.folder, *self.arguments]
+        words += [self.script, self.folder, *self.arguments]
         environ = clean_environ(FSDPCORE_TOKEN=self._token, LAB_HOST=str(host.number))
         self.folder.mkdir(parents=True, exist_ok=True)
         with open(self.folder / f"agent-{host.number}.log", "ab") as log:
@@ -176,7 +180,7 @@ class Fire:
         Raises:
             AssertionError: it does not happen.
         """
-        end = time.monotonic() + PATIENCE
+        end = time.monotonic() + self.patience
         while not what():
             if self.ended():
                 return False
@@ -280,7 +284,7 @@ class Fire:
     def _back_after(self, host: Host | None) -> None:
         """Wait until the others go on, mend the links, and have who was left out join again."""
         began = time.monotonic()
-        end = began + PATIENCE
+        end = began + self.patience
         while not (left := self._smaller(began)) and not self.ended():
             assert time.monotonic() < end, f"the others do not go on: {self.describe()}"
             time.sleep(0.03)
@@ -310,7 +314,7 @@ class Fire:
         """
         while any(agent.poll() is None for agent in self._agents.values()):
             last = max((entry.at for entry in read(self.folder)), default=0.0)
-            assert time.monotonic() < last + PATIENCE, f"hangs at the end: {self.describe()}"
+            assert time.monotonic() < last + self.patience, f"hangs at the end: {self.describe()}"
             time.sleep(0.1)
         entries = read(self.folder)
         ends = [entry for entry in entries if entry.what == "end"]

@@ -173,22 +173,24 @@ class FileSet:
         with self._using(file) as opened:
             with self._translated(file):
                 opened.reader.read_into(offset, *[buffer for _, _, _, buffer in batch])
-            block, table = self._catalog.block, opened.table
-            nbytes = 0
-            for piece, start, stop, buffer in batch:
-                index = self._catalog.checksum_of(piece) + start // block
-                size = stop - start
-                nbytes += size
-                if size <= block:
-                    if xxh3_64_intdigest(buffer) != table[index]:
-                        self._refuse(piece, start, stop)
-                    continue
-                for begin in range(0, size, block):
-                    if xxh3_64_intdigest(buffer[begin : begin + block]) != table[index]:
-                        self._refuse(piece, start + begin, min(start + begin + block, stop))
-                    index += 1
+            if self._storage.checks:
+                self._check(batch, opened.table)
         with self._lock:
-            self.bytes_read += nbytes
+            self.bytes_read += sum(stop - start for _, start, stop, _ in batch)
+
+    def _check(self, batch: list[tuple[int, int, int, memoryview]], table: memoryview) -> None:
+        block = self._catalog.block
+        for piece, start, stop, buffer in batch:
+            index = self._catalog.checksum_of(piece) + start // block
+            size = stop - start
+            if size <= block:
+                if xxh3_64_intdigest(buffer) != table[index]:
+                    self._refuse(piece, start, stop)
+                continue
+            for begin in range(0, size, block):
+                if xxh3_64_intdigest(buffer[begin : begin + block]) != table[index]:
+                    self._refuse(piece, start + begin, min(start + begin + block, stop))
+                index += 1
 
     def _refuse(self, piece: int, start: int, stop: int) -> None:
         raise CorruptCheckpointError(
@@ -241,6 +243,8 @@ class FileSet:
             raise CorruptCheckpointError(
                 f"{what} has {reader.size} bytes, but {stored.size} were saved"
             )
+        if not self._storage.checks:
+            return memoryview(b"")
         header = xxh3_64()
         buffer = memoryview(bytearray(min(_STREAM_BYTES, stored.data_start)))
         for start in range(0, stored.data_start, _STREAM_BYTES):

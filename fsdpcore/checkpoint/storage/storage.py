@@ -116,10 +116,12 @@ class Storage(ABC):
     Attributes:
         path: of the root, for messages.
         locks: whether ``hold`` is seen by other processes.
+        checks: whether what is read is compared with its checksums.
     """
 
     path: str
     locks: bool = False
+    checks: bool = True
 
     @abstractmethod
     def prepare(self) -> None:
