@@ -44,7 +44,8 @@ def lending(backend: fc.Backend, line: Line) -> None:
 
 def shared(names: list[str]) -> list[str]:
     """What a file system for shared memory has of this package."""
-    return [name for name in names if "fsdpcore" in name]
+    live = f"fsdpcore-{os.getuid()}"  # the folder of ``fsdpcore top``, while somebody asks
+    return [name for name in names if "fsdpcore" in name and name != live]
 
 
 def mapped(pid: int) -> bool:

@@ -16,6 +16,7 @@ from support.spmd import run_on
 import fsdpcore as fc
 from fsdpcore.collectives import context
 from fsdpcore.comm.backend import Backend
+from fsdpcore.fsdp.offload import offload_store, stores
 from fsdpcore.fsdp.plan.make_plan import make_plan
 
 EVEN = {"a": (48, 2), "b": (24,), "c": (24, 7), "d": (72,)}  # each divides by up to 24
@@ -32,6 +33,9 @@ def _no_meetings(monkeypatch):
     monkeypatch.setattr(context, "FREE_CALLS", 10**9)
 
 
+_here = threading.local()
+
+
 class AllocatingSim(CountingSim):
     """Counts the bytes of arrays that this rank has allocated, in any group, and not let go."""
 
@@ -46,14 +50,29 @@ class AllocatingSim(CountingSim):
             self.most_alive = max(self.alive, self.most_alive)
 
 
-def counting_empty(self, shape, dtype=np.float32):
-    array = np.empty(shape, dtype)
-    self.root.count(array.nbytes)
-    weakref.finalize(array, self.root.count, -array.nbytes)
+def alive(root, array):
+    root.count(array.nbytes)
+    weakref.finalize(array, root.count, -array.nbytes)
     return array
 
 
+def counting_empty(self, shape, dtype=np.float32):
+    return alive(self.root, np.empty(shape, dtype))
+
+
+def counting_zeros(size, dtype):
+    return alive(_here.root, np.zeros(size, dtype))
+
+
+@pytest.fixture
+def _counting(monkeypatch):
+    monkeypatch.setattr(Backend, "empty", counting_empty)
+    for module in (stores, offload_store):  # private memory, of this thread's rank
+        monkeypatch.setattr(module, "lined_up_zeros", counting_zeros)
+
+
 def engine_of(backend, shapes, strategy, **options):
+    _here.root = backend.root
     options = {"window": False, "optimizer": fc.optim.AdamW(), **options}
     return fc.FSDP(units_of(shapes), backend, strategy=strategy, **options)
 
@@ -258,34 +277,34 @@ def keeps_a_part(strategy, world_size):
     return place.regather < place.shards
 
 
+@pytest.mark.usefixtures("_counting")
 @pytest.mark.parametrize(("prefetch", "reductions"), [(0, 0), (1, 1), (2, 0)])
-def test_the_peak_is_within_two_percent_of_the_plan(monkeypatch, prefetch, reductions):
-    monkeypatch.setattr(Backend, "empty", counting_empty)
+def test_the_peak_is_within_two_percent_of_the_plan(prefetch, reductions):
     chosen = [s for s in strategies(4) if not keeps_a_part(s, 4)]
     assert not far_from_the_plan(4, EQUAL, prefetch, reductions, chosen)
 
 
+@pytest.mark.usefixtures("_counting")
 @pytest.mark.campaign
 @pytest.mark.parametrize(("prefetch", "reductions"), [(0, 1), (1, 0), (2, 1), (3, 0), (3, 1)])
-def test_so_it_is_with_other_prefetches(monkeypatch, prefetch, reductions):
-    monkeypatch.setattr(Backend, "empty", counting_empty)
+def test_so_it_is_with_other_prefetches(prefetch, reductions):
     chosen = [s for s in strategies(4) if not keeps_a_part(s, 4)]
     assert not far_from_the_plan(4, EQUAL, prefetch, reductions, chosen)
 
 
+@pytest.mark.usefixtures("_counting")
 @pytest.mark.parametrize("prefetch", [1, 3])
 @pytest.mark.parametrize("model", MODELS)
-def test_the_peak_of_buffers_of_different_sizes_is_too(monkeypatch, model, prefetch):
-    monkeypatch.setattr(Backend, "empty", counting_empty)
+def test_the_peak_of_buffers_of_different_sizes_is_too(model, prefetch):
     chosen = [s for s in strategies(4) if model == "unequal" or keeps_a_part(s, 4)]
     wrong = far_from_the_plan(4, MODELS[model], prefetch, 1, chosen)
     assert not wrong
 
 
+@pytest.mark.usefixtures("_counting")
 @pytest.mark.parametrize("prefetch", [0, 1, 2])
-def test_eight_ranks_hold_an_eighth_of_everything_and_the_units_in_use(monkeypatch, prefetch):
+def test_eight_ranks_hold_an_eighth_of_everything_and_the_units_in_use(prefetch):
     """At most 16 bytes for each parameter over 8 ranks, the live units, and padding."""
-    monkeypatch.setattr(Backend, "empty", counting_empty)
     shapes = dict.fromkeys("abcdef", (41, 13))
     unit, padding = 4 * 41 * 13, 4 * 7
     args = (shapes, "full_shard", fc.Prefetch(prefetch, reductions=1), 1, False)

@@ -63,4 +63,4 @@ def test_a_member_says_what_it_waits_for_and_keeps_to_the_terms_of_the_job() -> 
     assert second.generation is not None
     assert second.generation.number == 1
     (why,) = notes(second)
-    assert why.startswith("this host waits, up to 30 s: 1 ranks are left, and the job needs 2: ")
+    assert why.startswith("this host waits, up to 30 s: 1 rank is left, and the job needs 2: ")
