@@ -30,7 +30,8 @@ class View:
             before the first.
         reports: the newest of every agent, its own included.
         linked: the ids of the agents that it hears, and that hear it; its own included.
-        mute: of those that don't answer though they should; lost if their ranks are suspected.
+        mute: of those that don't answer though they should; lost if their ranks are suspected, or
+            another host does not hear them.
         unmet: generations in a row in which the ranks here have not met.
     """
 
@@ -138,7 +139,8 @@ def _lost_hosts(view: View, alive: set[Seat], suspected: set[tuple[Seat, Seat | 
     needed = [card.id for card in view.generation.hosts if any(s.host == card.id for s in alive)]
     apart = {pair for pair in unlinked(view) if {*pair} <= {*needed, view.me}}
     accused = {suspect.host for _, suspect in suspected if suspect}
-    mute = view.mute & accused
+    # One that others don't hear either is gone, though it was heard here a moment ago.
+    mute = view.mute & (accused | {host for pair in apart for host in pair})
     near = _reachable(view.me, {*needed} - mute, apart)
     lost = {*needed} - near
     pairs = {pair for pair in apart if {*pair} <= near & {*needed}}

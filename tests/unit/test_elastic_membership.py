@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -32,6 +33,13 @@ def test_of_two_hosts_that_do_not_hear_each_other_the_one_with_fewer_ranks_goes(
     for ranks, goes in (({"a": 1, "b": 1, "c": 2}, "b"), ({"a": 1, "b": 2, "c": 1}, "c")):
         found = left_out(view(ranks, c={"hears": frozenset("a")}))
         assert {seat.host for seat in found} == {goes}
+
+
+def test_who_does_not_answer_goes_rather_than_who_no_longer_hears_it() -> None:
+    found = view({"c": 1, "b": 1, "a": 1}, b={"hears": frozenset("ab")})
+    for mute, goes in (("", "b"), ("c", "c"), ("b", "b")):
+        gone = left_out(replace(found, mute=frozenset(mute)))
+        assert {seat.host for seat in gone} == {goes}, mute
 
 
 def test_who_waits_is_asked_for_while_there_is_room_and_does_not_leave() -> None:
