@@ -117,8 +117,8 @@ class Decree:
         Args:
             now: the time.
             expected: who should answer; the others are not waited for.
-            choose: returns what to put to the voters, given who has not answered of those; None
-                if there is nothing to decide any more.
+            choose: returns what to put to the voters, given who has not answered of all; None if
+                there is nothing to decide any more.
         """
         proposer = self._proposer
         if proposer is None:
@@ -134,7 +134,8 @@ class Decree:
             self.decided = proposer.value
             self._proposer = None
         elif proposer.agreed and not waits:
-            return self._put(proposer, proposer.bound or choose(missing), now)
+            silent = frozenset(self._weights) - proposer.voters
+            return self._put(proposer, proposer.bound or choose(silent), now)
         elif now >= self._again_at:
             return self.propose(now)
         return []

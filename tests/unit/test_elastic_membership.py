@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from random import Random
 from typing import Any
 
 import pytest
 
+from fsdpcore.elastic.decree import Decree
 from fsdpcore.elastic.events import Finished, Install
 from fsdpcore.elastic.generation import Generation, HostCard, Seat
 from fsdpcore.elastic.here import Here
@@ -40,6 +42,17 @@ def test_who_does_not_answer_goes_rather_than_who_no_longer_hears_it() -> None:
     for mute, goes in (("", "b"), ("c", "c"), ("b", "b")):
         gone = left_out(replace(found, mute=frozenset(mute)))
         assert {seat.host for seat in gone} == {goes}, mute
+
+
+def test_who_was_not_expected_to_answer_has_not_answered_either() -> None:
+    generation = view({"c": 1, "b": 1, "a": 1}).generation
+    ours, theirs = (Decree(generation, "job", me, None, Random(0), 1.0) for me in "ab")
+    (message,) = [each for voter, each in ours.propose(0.0) if voter == "b"]
+    ((_, promise),) = theirs.receive("a", message)
+    ours.receive("b", promise)
+    asked: list[frozenset[str]] = []
+    ours.step(1.0, {"a", "b"}, lambda silent: asked.append(silent))
+    assert asked == [{"c"}]
 
 
 def test_who_waits_is_asked_for_while_there_is_room_and_does_not_leave() -> None:
