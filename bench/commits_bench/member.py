@@ -130,18 +130,11 @@ def _training(strategy: str, nbytes: int, backend: fc.Backend) -> Step:
     shapes = {name: array.shape for name, array in _shapes(engine).items()}
     values = {name: np.full(shape, 1e-3, np.float32) for name, shape in shapes.items()}
 
-    def step() -> None:
-        with engine.step() as step:
-            for unit in engine.units:
-                with step.forward(unit):
-                    pass
-            for unit in reversed(engine.units):
-                with step.backward(unit) as (_, grads):
-                    for name, value in values.items():
-                        grads[name] = value
-            step.update(clip=1.0)
+    def write(grads: Any) -> None:
+        for name, value in values.items():
+            grads[name] = value
 
-    return step
+    return _stepping(engine, write)
 
 
 def _small_units(nbytes: int, backend: fc.Backend) -> Step:
@@ -150,6 +143,12 @@ def _small_units(nbytes: int, backend: fc.Backend) -> Step:
     units = [fc.Unit(f"unit{number}", params) for number in range(nbytes // 40960)]
     engine = fc.FSDP(units, backend, optimizer=fc.optim.AdamW())
 
+    return _stepping(engine, lambda grads: grads["p0"].fill(1e-3))
+
+
+def _stepping(engine: fc.FSDP, write: Callable[[Any], None]) -> Step:
+    """A step that computes nothing; ``write`` writes the gradients of a unit."""
+
     def step() -> None:
         with engine.step() as step:
             for unit in engine.units:
@@ -157,7 +156,7 @@ def _small_units(nbytes: int, backend: fc.Backend) -> Step:
                     pass
             for unit in reversed(engine.units):
                 with step.backward(unit) as (_, grads):
-                    grads["p0"].fill(1e-3)
+                    write(grads)
             step.update(clip=1.0)
 
     return step

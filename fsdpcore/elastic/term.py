@@ -130,26 +130,24 @@ class Term:
         if self.due_since is None:
             return ""
         limits, waited = self._limits, now - self.due_since
-        late = waited >= limits.patience
+        late, early = waited >= limits.patience, waited < SILENT_SECONDS
         settled = len(ended(view)) == len(view.generation.seats) or is_paused(view)
         self._wake_at(self.due_since + limits.patience)
-        if not late and not settled and waited < SILENT_SECONDS:
+        if early:
             self._wake_at(self.due_since + SILENT_SECONDS)
-            return ""
         following = successor(view, limits.maximum)
         pending = any(view.reports[host].starting for host in view.linked & view.reports.keys())
         left = len(following.seats)
-        there = f"{left} {'rank is' if left == 1 else 'ranks are'} left"
-        few = f"{there}, and the job needs {limits.minimum}: {following.reason}"
         if not left and not pending and (late or settled):
             return Stop(f"no ranks are left: {following.reason}")
+        if early and not late:
+            return ""
+        there = f"{left} {'rank is' if left == 1 else 'ranks are'} left"
+        few = f"{there}, and the job needs {limits.minimum}: {following.reason}"
         if late and left < limits.minimum:
             return Stop(few)
         if late:
             return Stop(undecided(view, limits.patience, self._witness), goes_on=True)
-        if waited < SILENT_SECONDS:
-            self._wake_at(self.due_since + SILENT_SECONDS)
-            return ""
         undone = undecided(view, SILENT_SECONDS, self._witness)
         return limits.waiting(few if left < limits.minimum else undone)
 

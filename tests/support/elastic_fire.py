@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -97,7 +97,6 @@ class Fire:
     arguments: Sequence[object]
     per_host: int = 2
     seed: int = 0
-    options: str = ""
     script: Path = SCRIPT
     patience: float = PATIENCE
     struck: set[int] = field(default_factory=set)
@@ -128,7 +127,7 @@ class Fire:
             agent.wait()
 
     def _start(self, host: Host, where: Sequence[object]) -> None:
-        url = f"zmq://?heartbeat={HEARTBEAT:g}&host_id={host.name}&security=none{self.options}"
+        url = f"zmq://?heartbeat={HEARTBEAT:g}&host_id={host.name}&security=none"
         words = [sys.executable, "-m", "fsdpcore", "run", "--elastic", "--restarts", 1000]
         words += ["-n", f"1:{self.all}", "--per-node", self.per_host, *where]
         words += ["--lost-after", LOST_AFTER, "--transport", url, "--rendezvous-timeout", 30]
@@ -341,13 +340,6 @@ KINDS = (
 )
 # How many faults one of a kind is.
 DOUBLE = {"two", "in_recovery", "in_join"}
-
-
-@contextlib.contextmanager
-def burning(lab: Lab, folder: Path, seed: int, *arguments: object) -> Iterator[Fire]:
-    """A job on a lab's hosts, from the start to the end of all its processes."""
-    with Fire(lab, folder, arguments, seed=seed) as fire:
-        yield fire
 
 
 def _lives(pid: int) -> bool:
