@@ -20,6 +20,7 @@ import importlib
 import inspect
 import re
 import types
+from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -88,13 +89,14 @@ def directive_for(name: str) -> list[str]:
     return [f".. autodata:: {name}", "   :no-value:", ""]
 
 
-class _Generated(SphinxDirective):
+class _Generated(SphinxDirective, ABC):
     """Puts generated reStructuredText into a page."""
 
     has_content = True
 
+    @abstractmethod
     def lines(self) -> list[str]:
-        raise NotImplementedError
+        """What is generated."""
 
     def run(self) -> list[nodes.Node]:
         return self.parse_text_to_nodes("\n".join(["````{eval-rst}", *self.lines(), "````"]))
