@@ -183,14 +183,13 @@ def test_measuring_a_slow_link_does_not_look_like_its_loss() -> None:
 
 
 @waits
-def test_an_outage_of_half_a_heartbeat_is_no_loss() -> None:
-    """TCP tries again 0.2, 0.6 and 1.4 s after it began, and next at 3 s."""
-    with Lab(2) as lab, on_hosts(idle, lab, 2, heartbeat=2 * HEARTBEAT) as ranks:
+def test_an_outage_of_a_quarter_of_a_heartbeat_is_no_loss() -> None:
+    """TCP tries again 0.2, 0.6, 1.4 and 3 s after it began: a busy machine may mend it late."""
+    with Lab(2) as lab, on_hosts(idle, lab, 2, heartbeat=4 * HEARTBEAT) as ranks:
         ready(ranks)
         lab.silence(1)
         time.sleep(HEARTBEAT)
         lab.mend()
-        time.sleep(HEARTBEAT)
         for rank in ranks:
             rank.say("go on")
         assert [rank.outcome() for rank in ranks] == [Outcome()] * 4
