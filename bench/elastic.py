@@ -1,7 +1,7 @@
 """Measure what a loss and a commit cost where ranks come and go, on hosts of our own.
 
     sudo python bench/elastic.py                           # a small model, and one of 27 M
-    sudo python bench/elastic.py --against torchrun        # beside PyTorch's launcher
+    sudo python bench/elastic.py --against torchrun        # beside PyTorch's launcher, or torchft
     unshare -Ur python bench/elastic.py --parts kill --models small --times 9
 
 The hosts are network namespaces of this machine. bench/README.md says what is measured, and how.
@@ -24,8 +24,8 @@ import typer
 sys.path.append(str(Path(__file__).parent))  # the parts, where this is not run as a script
 sys.path.append(str(Path(__file__).parents[1] / "tests"))  # the hosts
 
+from elastic_bench import pytorch
 from elastic_bench.losses import PHASES, keep, lose
-from elastic_bench.torchrun import restart
 from elastic_bench.training import Training
 from support.hosts.lab import Lab, why_no_hosts
 
@@ -39,13 +39,13 @@ MODELS = {
 }
 KINDS = {"kill": "kill", "vanish": "host"}
 PARTS = (*KINDS, "commits")
-PEERS = ("torchrun",)
+PEERS = {"torchrun": pytorch.torchrun, "torchft": pytorch.torchft}
 
 
 def main(
     parts: Annotated[str, typer.Option(help=f"Some of {', '.join(PARTS)}.")] = ",".join(PARTS),
     models: Annotated[str, typer.Option(help=f"Some of {', '.join(MODELS)}.")] = ",".join(MODELS),
-    against: Annotated[str, options.against(PEERS)] = "",
+    against: Annotated[str, options.against(tuple(PEERS))] = "",
     hosts: Annotated[int, typer.Option(min=3, help="Of one rank each.")] = 3,
     rate: Annotated[float, typer.Option(help="Of each link, in bits per second.")] = 1e9,
     times: Annotated[int, typer.Option(min=1, help="Losses of each kind.")] = 5,
@@ -79,9 +79,9 @@ def main(
                 if "commits" in chosen:
                     blocks = replace(training, block=block, steps=2 * block * (turns + 1))
                     found[f"{size}, commits"] = _commits(size, lab, folder / size, blocks)
-            if "torchrun" in peers:
-                found["torchrun"] = restart(lab, folder / "torchrun", times)
-                typer.echo(f"torchrun, kill to next step: {_shown(found['torchrun'])}")
+            for peer in peers:
+                found[peer] = PEERS[peer](lab, folder / peer, times)
+                typer.echo(f"{peer}, kill to next step: {_shown(found[peer])}")
         if json_file is not None:
             json_file.write_text(json.dumps(found, indent=1) + "\n")
         return 0

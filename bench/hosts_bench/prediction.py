@@ -120,39 +120,34 @@ class Model:
         root = transport_of(backend)
         root.policy = replace(root.policy, link=self.costs or root.policy.link)
 
-    def fitted(self, seconds: Mapping[Case, float], large: Case) -> Model:
-        """The model with which three cases take so many seconds.
-
-        ``COPIED`` tells what bytes take of the processor, ``SMALL`` what messages do, and ``large``
-        the rate of the links.
+    def with_processor(self, seconds: Mapping[Case, float], costs: Costs) -> Model:
+        """The model whose bytes and messages take as much of the processor as they did.
 
         Args:
-            seconds: of the three; of ``COPIED`` where links have no limit.
-            large: the largest.
+            seconds: that ``COPIED`` and ``SMALL`` took on links without a limit.
+            costs: by which the ranks chose algorithms there.
         """
+        free = replace(self, rate=math.inf, slowest=0.0, burst=0, costs=costs)
+        for _ in range(_TURNS):  # each of the two has a little to do with the other case
 
-        def unlimited(model: Model) -> Model:
-            return replace(model, rate=math.inf, slowest=0.0, burst=0)
+            def with_byte(each: float, model: Model = free) -> Model:
+                return replace(model, copy=1 / each)
 
-        model = self
-        for _ in range(_TURNS):  # each of the numbers has a little to do with the other cases
+            free = _search(with_byte, COPIED, seconds[COPIED], *_BYTE)
 
-            def with_byte(each: float, model: Model = model) -> Model:
-                return replace(unlimited(model), copy=1 / each)
-
-            copy = _search(with_byte, COPIED, seconds[COPIED], *_BYTE).copy
-            model = replace(model, copy=copy)
-
-            def slowed(factor: float, model: Model = model) -> Model:
-                return replace(model, rate=self.rate / factor, slowest=self.slowest / factor)
-
-            model = _search(slowed, large, seconds[large], *_SLOWED)
-
-            def with_message(each: float, model: Model = model) -> Model:
+            def with_message(each: float, model: Model = free) -> Model:
                 return replace(model, message=each)
 
-            model = _search(with_message, SMALL, seconds[SMALL], *_MESSAGE)
-        return model
+            free = _search(with_message, SMALL, seconds[SMALL], *_MESSAGE)
+        return replace(self, copy=free.copy, message=free.message)
+
+    def with_rate(self, large: Case, seconds: float) -> Model:
+        """The model whose links are as fast as they were: a large case took so long."""
+
+        def slowed(factor: float) -> Model:
+            return replace(self, rate=self.rate / factor, slowest=self.slowest / factor)
+
+        return _search(slowed, large, seconds, *_SLOWED)
 
     def step_seconds(self, case: Training) -> float:
         """Of a training step, where computing takes what it takes here, by ``speed``."""

@@ -6,7 +6,7 @@ import contextlib
 import math
 import os
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
@@ -165,10 +165,14 @@ def _collectives(
     program = RankProgram.module("hosts_bench.member", *_FOLDERS, threads=1)
     others = [name for name in request.against if name == GLOO]
     echo(f"#\n# {scenario.name}: {scenario.title}")
+    simulated = SIMULATED in request.against
+    processor = _processor(request, scenario, program) if simulated else None
     with _started(request, scenario, program, others) as (lab, entrants):
         _set_rates(lab, scenario)
         versions |= versions_of(entrants)
-        model = _fitted(request, scenario, lab, entrants[:1], echo)
+        model = None
+        if processor is not None:
+            model = _fitted(request, scenario, lab, entrants[:1], processor, echo)
         for case in scenario.cases:
             yield _case(request, scenario, case, lab, entrants, model, echo)
 
@@ -180,35 +184,50 @@ def _set_rates(lab: Lab, scenario: Scenario) -> None:
         lab.set_rate(scenario.hosts - 1, scenario.slowest)
 
 
+def _processor(
+    request: HostsRun, scenario: Scenario, program: RankProgram
+) -> Callable[[Model], Model]:
+    """What finds for a model the processor's part, from hosts whose links have no limit.
+
+    They are other ranks: how fast links are, ranks find out as they meet.
+    """
+    free = replace(scenario, rate=_NO_LIMIT, slowest=0.0)
+    with _started(request, free, program, ()) as (lab, entrants):
+        ((name, team),) = entrants[:1]
+        seconds = {}
+        for case in (COPIED, SMALL):
+            _, samples, _ = _measured(request, free, case, lab, entrants[:1])
+            seconds[case] = median(samples[name])
+        costs = _agreed_costs(team, name)
+    return lambda model: model.with_processor(seconds, costs)
+
+
 def _fitted(
     request: HostsRun,
     scenario: Scenario,
     lab: Lab,
     entrants: Sequence[Entrant],
+    processor: Callable[[Model], Model],
     echo: options.Echo,
-) -> Model | None:
-    """The model of the hosts, if it is asked for."""
-    if SIMULATED not in request.against:
-        return None
+) -> Model:
+    """The model of the hosts."""
     ((name, team),) = entrants
-    for host in range(scenario.hosts):
-        lab.set_rate(host, _NO_LIMIT)
-    _, copied, _ = _measured(request, scenario, COPIED, lab, entrants)
-    _set_rates(lab, scenario)
-    _, small, _ = _measured(request, scenario, SMALL, lab, entrants)
-    _, large, link = _measured(request, scenario, scenario.large, lab, entrants)
-    team.ask(name, "prepare", case=COPIED.order())
-    costs = _costs(team)
-    team.ask(name, "release")
-    model = replace(_model(scenario, link), costs=costs, cores=len(os.sched_getaffinity(0)))
-    found = {COPIED: copied, SMALL: small, scenario.large: large}
-    seconds = {case: median(samples[name]) for case, samples in found.items()}
-    model = model.fitted(seconds, scenario.large)
+    _, samples, link = _measured(request, scenario, scenario.large, lab, entrants)
+    costs, cores = _agreed_costs(team, name), len(os.sched_getaffinity(0))
+    model = processor(replace(_model(scenario, link), costs=costs, cores=cores))
+    model = model.with_rate(scenario.large, median(samples[name]))
     echo(
         f"# model: {8e-6 * model.rate:.1f} Mbit/s, latency {1e6 * model.latency:.0f} us, "
         f"{1e6 * model.message:.0f} us for a message, {1e-6 * model.copy:.0f} MB/s of a core"
     )
     return model
+
+
+def _agreed_costs(team: Team, name: str) -> Costs:
+    team.ask(name, "prepare", case=COPIED.order())
+    costs = _costs(team)
+    team.ask(name, "release")
+    return costs
 
 
 def _costs(team: Team) -> Costs:

@@ -232,7 +232,7 @@ class Job:
             complete = int(rows[:, 1].min())
             versions.settle(complete)
             if rows[:, 2].any():
-                self._hand_over(seat, versions, complete, np.flatnonzero(rows[:, 3]).tolist())
+                self._hand_over(seat, versions, np.flatnonzero(rows[:, 3]).tolist())
             self._keep(versions, complete)
         self._begin_step()
 
@@ -254,13 +254,8 @@ class Job:
             versions.make(self.state, self.commits)
             self._kept = self.commits
 
-    def _hand_over(
-        self, seat: Seat, versions: Versions, complete: int, leaving: Collection[int]
-    ) -> None:
+    def _hand_over(self, seat: Seat, versions: Versions, leaving: Collection[int]) -> None:
         """See to it that those who stay have all of the state, and unwind the program."""
-        if complete != versions.made:
-            versions.wait()
-            self.backend.barrier(DISK_TIMEOUT)
         versions.make(self.state, self.commits, leaving)
         versions.wait()
         self.backend.barrier(DISK_TIMEOUT)

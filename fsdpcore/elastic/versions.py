@@ -175,13 +175,15 @@ class Versions:
     def make(self, state: State, commit: int, leaving: Collection[int] = ()) -> None:
         """Make a version, and begin to copy it; a collective, which blocks for the former.
 
-        The version before must be complete everywhere, or none of this generation.
+        It also blocks until this rank has all of the version before: whatever happens while one is
+        made, another one is whole.
 
         Args:
             state: what ``checkpoint.save`` takes.
             commit: its number.
             leaving: ranks that keep no copies.
         """
+        self.wait()
         prepared = self._saver.prepare(state, step=commit)
         record = self._record(prepared)
         file_bytes = self._layout.places.size
