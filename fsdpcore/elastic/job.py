@@ -68,7 +68,7 @@ class Job:
         generation: int = 1,
         reason: str = "",
         seat: Seat | None = None,
-        hosts: Sequence[int] = (),
+        versions: Versions | None = None,
         every: int = 1,
         checkpoints: StoragePath | None = None,
     ) -> None:
@@ -77,9 +77,7 @@ class Job:
         self.commits = 0
         self.state: Any = None
         self._seat, self._every, self._checkpoints = seat, every, checkpoints
-        self._versions: Versions | None = None
-        if seat is not None:
-            self._versions = Versions(seat.vault, backend, generation, hosts)
+        self._versions = versions
         self._restored = False
         self._kept = 0  # commits, when a version was made or loaded
         self._pace = Pace()
@@ -222,17 +220,17 @@ class Job:
         seconds = self._computed()
         self.commits += 1
         seat, versions = self._seat, self._versions
-        here = NONE if versions is None else versions.here
+        complete = NONE if versions is None else versions.complete()
         wanted = bool(seat is not None and seat.changed)
         leaves = bool(seat is not None and seat.leaves)
-        row = np.array([[seconds, here, wanted, leaves]])
+        row = np.array([[seconds, complete, wanted, leaves]])
         rows = all_gather(row, self.backend, label="commit")
         self._pace.note(rows[:, 0].tolist(), warn=self.rank == 0)
         if seat is not None and versions is not None:
             complete = int(rows[:, 1].min())
             versions.settle(complete)
             if rows[:, 2].any():
-                self._hand_over(seat, versions, np.flatnonzero(rows[:, 3]).tolist())
+                self._hand_over(seat, versions, complete, np.flatnonzero(rows[:, 3]).tolist())
             self._keep(versions, complete)
         self._begin_step()
 
@@ -254,8 +252,16 @@ class Job:
             versions.make(self.state, self.commits)
             self._kept = self.commits
 
-    def _hand_over(self, seat: Seat, versions: Versions, leaving: Collection[int]) -> None:
+    def _hand_over(
+        self, seat: Seat, versions: Versions, complete: int, leaving: Collection[int]
+    ) -> None:
         """See to it that those who stay have all of the state, and unwind the program."""
+        if complete != versions.made:
+            # Some have to wait for long. Making the next version has less patience with them, and
+            # needs the memory of the one before this.
+            versions.wait()
+            self.backend.barrier(DISK_TIMEOUT)
+            versions.settle(versions.made)
         versions.make(self.state, self.commits, leaving)
         versions.wait()
         self.backend.barrier(DISK_TIMEOUT)

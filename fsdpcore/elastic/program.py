@@ -35,9 +35,11 @@ from fsdpcore.elastic.channel import Message, SocketChannel
 from fsdpcore.elastic.generation import Generation
 from fsdpcore.elastic.job import HandedOver, Job
 from fsdpcore.elastic.seat import FINISHED, GENERATION, LEFT, Seat
+from fsdpcore.elastic.versions import Versions
 from fsdpcore.launch.config import Config, resolve
 from fsdpcore.launch.launch import launch
 from fsdpcore.launch.rank import ExceptHook, inside_rank, join, program
+from fsdpcore.launch.supervision import admit_interrupts
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -173,6 +175,7 @@ def _inherited() -> Process | None:
     threadpool_limits(config.blas_threads or 1, user_api="blas")
     process = Process(Seat(channel), functools.partial(_met, config), True)
     ExceptHook(None, os.environ).install()
+    admit_interrupts()
     process.seat.sit()
     return process
 
@@ -213,7 +216,8 @@ class _Program:
         self._fn, self._options = fn, options
         self._result: Any = None
         self._commits = 0
-        self._called_once = False
+        self._has_result = False
+        self._exit: SystemExit | None = None  # by which the function has ended well
         self._tries = 0
         self._seats: object = None
         self._broken: Transport | None = None  # that of the generation before
@@ -231,13 +235,15 @@ class _Program:
         while True:
             verdict = process.seat.verdict()
             kind = verdict["kind"]
-            if kind == FINISHED and self._called_once:
+            if kind == FINISHED and self._has_result:
                 return self._result
             if kind in (FINISHED, LEFT):  # without a result, what follows the program cannot run
                 raise SystemExit(0)
             if kind != GENERATION:
                 raise ElasticError(str(verdict["reason"]))
             if self._generation(process, verdict):
+                if self._exit is not None:
+                    raise self._exit
                 return self._result
             gc.collect()  # what it has left, while the agents decide
 
@@ -279,20 +285,28 @@ class _Program:
 
     def _called(self, seat: Seat, backend: Transport, generation: Generation) -> None:
         """Call the function, and see that all others have come to its end, too."""
+        number, hosts = generation.number, generation.host_numbers()
+        versions = Versions(seat.vault, backend, number, hosts)
         job = Job(
             backend,
-            generation=generation.number,
+            generation=number,
             reason=generation.reason,
             seat=seat,
-            hosts=generation.host_numbers(),
+            versions=versions,
             **self._options,
         )
-        self._called_once = True
         try:
             with program(self._fn, backend):
-                self._result = self._fn(job)
+                try:
+                    self._result = self._fn(job)
+                except SystemExit as error:
+                    if error.code:
+                        raise
+                    self._exit = error
+            self._has_result = True
             backend.barrier(DISK_TIMEOUT)
         finally:
+            versions.salvage()
             if job.commits > self._commits:
                 self._commits, self._tries = job.commits, 0
 
@@ -396,9 +410,7 @@ def _leaving_on_sigterm(process: Process) -> Iterator[None]:
         return
 
     def leave(number: int, frame: object) -> None:
-        # On a thread: the one that is interrupted may be telling the agent something.
-        reason = "its process got SIGTERM"
-        threading.Thread(target=process.seat.leave, args=(reason,), daemon=True).start()
+        process.seat.leave("its process got SIGTERM")
 
     before = signal.signal(signal.SIGTERM, leave)
     try:

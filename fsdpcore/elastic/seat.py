@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 
 from fsdpcore.comm.transport import Transport
@@ -60,9 +61,11 @@ class Seat:
         self._channel.send({"kind": kind, **fields})
 
     def leave(self, reason: str) -> None:
-        """Ask to leave in order; from any thread."""
+        """Ask to leave in order; from any thread, or a signal handler."""
         self.leaves, self.changed = True, reason
-        self.tell("leave", reason=reason)
+        # On a thread: the one that a signal has interrupted may be telling the agent something.
+        telling = functools.partial(self.tell, "leave", reason=reason)
+        threading.Thread(target=telling, name="fsdpcore-elastic-leave", daemon=True).start()
 
     def verdict(self) -> Message:
         """Wait for what comes next: a generation, or an end."""

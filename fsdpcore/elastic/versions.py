@@ -8,6 +8,7 @@ While one is made, the one before stays.
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import chain
@@ -27,6 +28,7 @@ from fsdpcore.checkpoint.storage.opening import DISK_TIMEOUT
 from fsdpcore.collectives import all_gather
 from fsdpcore.comm.backend import Backend
 from fsdpcore.core.buffers import Bytes
+from fsdpcore.core.errors import CommunicationError
 from fsdpcore.core.geometry.regions import Box, Range, Region
 from fsdpcore.core.waiting import wait_all
 from fsdpcore.core.work import Work
@@ -37,6 +39,8 @@ State = StatefulEngine | Stateful | Mapping[str, Any]
 
 NONE = -1
 """In place of the commit of a version: there is none."""
+UNDER_WAY = -2
+"""Likewise: some of it is still to come."""
 
 
 _ROOM = 2
@@ -120,7 +124,7 @@ class Vault:
     def keep_from(self, version: Version) -> None:
         """Forget what is older than a version; its memory serves again.
 
-        All ranks must have left the backend in which that was copied, or have all of it.
+        Nobody may send or receive that any more.
         """
         self._forget([key for key, part in self.parts.items() if part.version < version])
 
@@ -154,29 +158,35 @@ class Versions:
         self._pieces: tuple[WrittenPiece, ...] | None = None
         self._layout: FileLayout
         self._told = ""
-        self._works: list[Work] = []
-        self._coming: list[Part] = []
-        self._spread: list[tuple[Work, Part | None]] = []
+        # What is sent, and the parts that come.
+        self._under_way: list[tuple[Work, Part | None]] = []
         self.made = NONE
 
-    @property
-    def here(self) -> int:
-        """The commit of the newest version of which this rank has all that it is to have."""
-        for each in [each for each in self._spread if each[0].done()]:
-            self._spread.remove(each)
-            each[0].wait()
-            if each[1] is not None:
-                self._vault.keep(each[1])
-        if self.made != NONE and all(work.done() for work in self._works):
-            self.wait()
-            return self.made
-        return NONE
+    def complete(self) -> int:
+        """The commit of ``made`` if nothing is sent or received any more, else ``UNDER_WAY``."""
+        self._take_in()
+        return UNDER_WAY if self._under_way else self.made
+
+    def _take_in(self) -> None:
+        """Keep the parts that have come."""
+        for each in [each for each in self._under_way if each[0].done()]:
+            self._under_way.remove(each)
+            work, part = each
+            work.wait()
+            if part is not None:
+                self._vault.keep(part)
+
+    def salvage(self) -> None:
+        """Keep what had come when the generation broke, and wait for nothing more."""
+        while any(work.done() for work, _ in self._under_way):
+            with contextlib.suppress(CommunicationError):  # of those that had not
+                self._take_in()
+        self._under_way.clear()
 
     def make(self, state: State, commit: int, leaving: Collection[int] = ()) -> None:
         """Make a version, and begin to copy it; a collective, which blocks for the former.
 
-        It also blocks until this rank has all of the version before: whatever happens while one is
-        made, another one is whole.
+        What is under way ends before.
 
         Args:
             state: what ``checkpoint.save`` takes.
@@ -227,16 +237,15 @@ class Versions:
         sizes = all_gather(
             np.array([[own.memory.size, own.file_bytes]]), backend, label="commit, sizes"
         )
-        self._works, self._coming = [], []
         for rank, keeper in enumerate(keepers):
             if keeper == backend.rank:
                 size, file_bytes = sizes[rank].tolist()
                 memory = self._vault.room(size)
-                self._works.append(group.irecv(memory, rank))
-                self._coming.append(own._replace(rank=rank, memory=memory, file_bytes=file_bytes))
+                part = own._replace(rank=rank, memory=memory, file_bytes=file_bytes)
+                self._under_way.append((group.irecv(memory, rank), part))
         keeper = keepers[backend.rank]
         if keeper is not None:
-            self._works.append(group.isend(own.memory, keeper))
+            self._under_way.append((group.isend(own.memory, keeper), None))
 
     def spread(self, whole: Whole) -> None:
         """Begin to copy parts that only one host has; all ranks call it with the same version."""
@@ -252,23 +261,21 @@ class Versions:
             key, tag = (whole.version, number), number + 1
             if rank == keepers[0]:
                 sent = self._copies.isend(self._vault.parts[key].memory, taker, tag=tag)
-                self._spread.append((sent, None))
+                self._under_way.append((sent, None))
             elif rank == taker:
                 size, file_bytes = whole.sizes[number]
                 part = Part(*key, len(whole.keepers), self._vault.room(size), file_bytes)
                 received = self._copies.irecv(part.memory, keepers[0], tag=tag)
-                self._spread.append((received, part))
+                self._under_way.append((received, part))
 
     def wait(self) -> None:
-        """Block until this rank has all of the newest version that it is to have."""
-        wait_all(self._works, timeout=DISK_TIMEOUT)
-        for part in self._coming:
-            self._vault.keep(part)
-        self._works, self._coming = [], []
+        """Block until nothing is under way to or from this rank."""
+        wait_all([work for work, _ in self._under_way], timeout=DISK_TIMEOUT)
+        self._take_in()
 
     def settle(self, commit: int) -> None:
-        """Forget what is older than a version that is complete on all ranks."""
-        if commit != NONE:
+        """Forget what is older than a version that is complete on all ranks, if one is."""
+        if commit >= 0:
             self._vault.keep_from(Version(self._generation, commit))
 
 

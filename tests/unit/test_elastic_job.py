@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import random
+import sys
 import threading
 import time
 from pathlib import Path
@@ -19,7 +20,7 @@ from support.elastic_threads import Rank, ThreadJob
 import fsdpcore as fc
 from fsdpcore.elastic.buddies import holders
 from fsdpcore.elastic.pace import Pace
-from fsdpcore.elastic.versions import NONE, Versions
+from fsdpcore.elastic.versions import UNDER_WAY, Versions
 
 
 class Training:
@@ -139,13 +140,12 @@ def test_two_that_keep_each_others_parts_are_lost(tmp_path: Path) -> None:
 
 
 def test_no_version_counts_before_all_have_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    here = Versions.here
-    assert isinstance(here, property)
+    complete = Versions.complete
 
-    def late(versions: Versions) -> Any:
-        return NONE if versions._backend.rank == 1 else here.fget(versions)  # type: ignore[misc]
+    def late(versions: Versions) -> int:
+        return UNDER_WAY if versions._backend.rank == 1 else complete(versions)
 
-    monkeypatch.setattr(Versions, "here", property(late))
+    monkeypatch.setattr(Versions, "complete", late)
 
     def program(job: fc.elastic.Job) -> Any:
         job.restore({"x": np.zeros(3)})
@@ -160,6 +160,44 @@ def test_no_version_counts_before_all_have_it(monkeypatch: pytest.MonkeyPatch) -
     assert (
         ThreadJob(fc.elastic.run(program), (0, 1)).run() == [[[((1, 0), 0), ((1, 0), 1)]] * 4] * 2
     )
+
+
+def test_what_had_come_when_a_rank_was_lost_counts() -> None:
+    """The copies of the last commit, and in the next generation those that make up for the loss."""
+    training = Training(6)
+
+    def lose(number: int) -> Any:
+        def kill(_: fc.elastic.Job) -> None:
+            time.sleep(0.1)  # as a step takes; copies come meanwhile
+            job.ranks[number].kill()
+
+        return kill
+
+    hooks = iter([once({3: lose(2)}), once({3: lose(0)})])
+    training.hook = next(hooks)
+
+    def program(job: fc.elastic.Job) -> Any:
+        if job.generation == 2 and job.rank == 0:
+            training.hook = next(hooks)
+        return training(job)
+
+    job = ThreadJob(fc.elastic.run(program), (0, 1, 2))
+    check(job, training, job.run())
+    assert training.restored == {1: 0, 2: 3, 3: 3}
+
+
+def test_a_program_may_end_by_exit() -> None:
+    def program(job: fc.elastic.Job) -> None:
+        job.restore({"x": np.zeros(3)})
+        job.commit()
+        sys.exit(0)
+
+    job = ThreadJob(fc.elastic.run(program), (0, 1))
+    job.run()
+    for rank in job.ranks.values():
+        assert isinstance(rank.error, SystemExit)
+        assert rank.error.code == 0
+    assert len(job.generations) == 1
 
 
 def test_every_so_many_commits() -> None:
@@ -314,8 +352,9 @@ def test_what_is_no_commit_is_refused_before_anything_is_lost() -> None:
     def program(job: fc.elastic.Job) -> int:
         with pytest.raises(fc.StateError, match="call that first"):
             job.commit()
+        again = fc.elastic.Job(job.backend, seat=job._seat, versions=job._versions)
         with pytest.raises(fc.MismatchError, match="not all ranks have 'of rank 0'"):
-            fc.elastic.Job(job.backend, seat=job._seat).restore({f"of rank {job.rank}": 1})
+            again.restore({f"of rank {job.rank}": 1})
         unit = fc.Unit("u", {"w": np.zeros(3, np.float32)})
         engine = fc.FSDP([unit], job.backend, optimizer=fc.optim.SGD(lr=0.1))
         job.restore({"model": engine})
