@@ -34,6 +34,8 @@ class VocabParallelEmbedding:
     Whether they are the same is not checked, as that would take another exchange, up to a quarter
     of the time of this one where that has 2 MB; ``cross_entropy`` notices targets that differ.
 
+    It is a ``fc.Layer``, which says what the methods take.
+
     Args:
         vocab: rows of the table.
         width: features.

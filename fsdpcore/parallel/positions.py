@@ -26,6 +26,8 @@ class PositionEmbedding:
     communicated, all ranks of a group must have the same input. To go on in parts of the sequence,
     put ``ScatterSequence`` behind it.
 
+    It is a ``fc.Layer``, which says what the methods take.
+
     Args:
         context: positions that there are.
         width: features.

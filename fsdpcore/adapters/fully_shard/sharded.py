@@ -149,7 +149,17 @@ class ShardedLayers:
     # Steps.
 
     def step(self, *, divisor: float | None = None) -> Step:
-        """Begin a training step, in a ``with`` statement; ``divisor`` is that of ``FSDP.step``."""
+        """Begin a training step, in a ``with`` statement.
+
+        Args:
+            divisor: the gradients, summed over ranks and backward passes, are divided by it. By
+                default it is the number of ranks.
+
+        Raises:
+            ArgumentError: a divisor that is no positive number.
+            StateError: inside of ``gathered()`` or of a pass, or after ``restore()``; on entering
+                it, inside of another step.
+        """
         self._check("a step")
         return self.engine.step(divisor=divisor)
 
