@@ -75,7 +75,7 @@ class VocabParallelEmbedding:
         return {"w": weight(rng, shape, 0, self.group, self.initial, self.dtype)}
 
     def forward(self, params: Mapping[str, Array], x: Array) -> tuple[Array, Any]:
-        """Look up.
+        """Return (..., T, width), or this rank's part of the sequence: the rows that ``x`` names.
 
         Raises:
             ArgumentError: ``x`` is no array of integers in [0, vocab). On a GPU, where a look at

@@ -60,7 +60,7 @@ class PositionEmbedding:
         return {"w": weight(rng, shape, 0, None, self.initial, self.dtype)}
 
     def forward(self, params: Mapping[str, Array], x: Array) -> tuple[Array, Any]:
-        """Add the positions.
+        """Return (B, T, width): the input with the positions added.
 
         Raises:
             ArgumentError: a sequence is longer than the context, or another shape.

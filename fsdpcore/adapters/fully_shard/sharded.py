@@ -164,7 +164,12 @@ class ShardedLayers:
         return self.engine.step(divisor=divisor)
 
     def evaluation(self) -> Step:
-        """Begin a step of forward passes only; see ``FSDP.evaluation``."""
+        """Begin a step of forward passes only, in a ``with`` statement: no gradients, no update.
+
+        Raises:
+            StateError: inside of ``gathered()`` or of a pass, or after ``restore()``; on entering
+                it, inside of another step.
+        """
         self._check("an evaluation")
         return self.engine.evaluation()
 

@@ -185,6 +185,9 @@ def elementwise_ranges(
         pieces: of one rank's shard, in the order in which they lie there (``FlatLayout.pieces``).
         optimizers: by the names that the pieces have. Pieces whose name is missing, those of
             frozen parameters, belong to no range; neither do those of other optimizers.
+
+    Returns:
+        The ranges in the order of the shard, for ``update`` of each one's optimizer.
     """
     ranges: list[OptimizerRange] = []
     for piece in pieces:
@@ -213,7 +216,7 @@ def whole_parameter_specs(
         layout: of the unit.
         rank: whose shard it is.
         optimizers: by the names that the layout has, as in ``elementwise_ranges``.
-        boxes: of the parameters that are boxes, where these lie.
+        boxes: of the parameters that are boxes, where these lie; None where no parameter is one.
     """
     boxes = boxes or {}
     held = {piece.name: (piece.param_start, piece.param_stop) for piece in layout.pieces(rank)}
