@@ -152,6 +152,11 @@ class Chain:
     Raises:
         ArgumentError: these are no such pairs; a name occurs twice, or is the beginning of another
             one, up to a dot.
+
+    Example::
+
+        block = fc.Chain([("norm", fc.parallel.LayerNorm(64)), ("dense", Dense())])
+        stack = fc.LayerStack([("block0", block)])
     """
 
     def __init__(self, layers: Sequence[tuple[str, Layer]]) -> None:
@@ -169,14 +174,26 @@ class Chain:
         self.holds_params = any(_holds_params(layer) for _, layer in self.layers)
 
     def init(self, rng: np.random.Generator) -> dict[str, Initial]:
-        """Initialise all layers, in order, with one generator, ``rng``."""
+        """Initialise all layers, in order.
+
+        Args:
+            rng: the one generator of all of them.
+
+        Returns:
+            The parameters by name, such as ``norm.gain``.
+        """
         entries: dict[str, Initial] = {}
         for name, layer in self.layers:
             entries.update(prefixed(f"{name}.", layer.init(rng)))
         return entries
 
     def forward(self, params: Mapping[str, Array], x: Any) -> tuple[Any, list[Any]]:
-        """Run all layers; returns the output and what ``backward`` needs."""
+        """Run all layers; returns the output and what ``backward`` needs.
+
+        Args:
+            params: of all layers, by name: read-only, and valid during the call only.
+            x: the input of the first layer.
+        """
         saved = []
         for name, layer in self.layers:
             own = Scope(params, f"{name}.")
@@ -192,7 +209,14 @@ class Chain:
         dy: Any,
         grads: MutableMapping[str, Array],
     ) -> Any:
-        """Run all layers backwards; returns the gradient of the input."""
+        """Run all layers backwards; returns the gradient of the input.
+
+        Args:
+            params: as in ``forward``.
+            saved: what ``forward`` returned beside its output.
+            dy: gradient of the output, of its shape.
+            grads: of all layers, by name; written.
+        """
         for (name, layer), kept in zip(reversed(self.layers), reversed(saved), strict=True):
             prefix = f"{name}."
             dy = layer.backward(Scope(params, prefix), kept, dy, Scope(grads, prefix))
@@ -226,11 +250,22 @@ class LayerStack:
         self.layers = _named(layers)
 
     def units(self, rng: np.random.Generator) -> list[Unit]:
-        """Initialise all layers, in order, with one generator, ``rng``."""
+        """Initialise all layers, in order, and return a unit for each, to give to an engine.
+
+        Args:
+            rng: the one generator of all layers. On all ranks it is seeded alike, so that they
+                have the same values.
+        """
         return [Unit(name, layer.init(rng)) for name, layer in self.layers]
 
     def forward(self, step: Step, x: Any) -> tuple[Any, list[Any]]:
         """Run all layers; returns the output and what ``backward`` needs.
+
+        A collective, which blocks: each layer's parameters are gathered for its pass.
+
+        Args:
+            step: an open step of the engine that has the units, or an evaluation.
+            x: the input of the first layer.
 
         Raises:
             StateError: a layer holds parameters, which the strategy frees after the forward pass;
@@ -251,6 +286,8 @@ class LayerStack:
 
     def backward(self, step: Step, saved: list[Any], dy: Any) -> Any:
         """Run all layers backwards, consuming ``saved``; returns the gradient of the input.
+
+        A collective, which blocks as the passes of the step do.
 
         Args:
             step: the one that ``forward`` was called with, still open.

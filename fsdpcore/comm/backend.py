@@ -347,7 +347,10 @@ class Backend(PointToPoint):
 
 
 class SubBackend(Backend):
-    """Some ranks of another backend, as a backend of their own; made by ``Backend.sub``."""
+    """Some ranks of another backend, as a backend of their own.
+
+    ``Backend.sub`` and ``Backend.split`` make it.
+    """
 
     def __init__(self, parent: Backend, members: Sequence[int], group: Group) -> None:
         self._root = parent.root

@@ -54,6 +54,12 @@ class Batch:
     def indices(self, leaf: int) -> NDArray[np.int64]:
         """Return the numbers of a leaf's rows in the dataset.
 
+        Args:
+            leaf: which share of the batch, from 0.
+
+        Returns:
+            A new array (rows of the leaf,), in the order in which ``batch[leaf]`` has them.
+
         Raises:
             IndexError: the stream has no such leaf.
         """
@@ -164,7 +170,15 @@ class Stream:
         return batch
 
     def order(self, places: NDArray[np.int64], epoch: int) -> NDArray[np.int64]:
-        """Return which rows of the dataset come at some places of an epoch."""
+        """Return which rows of the dataset come at some places of an epoch.
+
+        Args:
+            places: (n,) int64, from 0: how many rows of the epoch come before each.
+            epoch: from 0.
+
+        Returns:
+            The numbers of the rows, (n,) int64; ``places`` itself without ``shuffle``.
+        """
         return permuted(places, self.rows, (self.seed, epoch)) if self.shuffle else places
 
     def state_dict(self) -> dict[str, int | bool]:
@@ -181,6 +195,9 @@ class Stream:
         """Go on from what ``state_dict`` has returned, whatever the batch size and the leaves are.
 
         Seed and order are those of the state.
+
+        Args:
+            state: what ``state_dict`` has returned, of a stream of the same dataset; only read.
 
         Raises:
             ArgumentError: it is no such state, or that of another dataset; nothing was changed.

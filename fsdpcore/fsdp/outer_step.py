@@ -263,7 +263,11 @@ class OuterStep:
         return self.engine.everyone
 
     def state_dict(self, *, optimizer: bool = True) -> EngineState:
-        """Return this rank's part of what is kept, as views; without ``optimizer``, nothing."""
+        """Return this rank's part of what is kept, as views; sends and copies nothing.
+
+        Args:
+            optimizer: False leaves all arrays out; what is left are the numbers in ``info``.
+        """
         arrays = self._arrays() if optimizer else {}
         info = {
             "format": FORMAT,
@@ -299,10 +303,21 @@ class OuterStep:
 
     @contextmanager
     def writing_state(self, *, optimizer: bool = True) -> Iterator[EngineState]:
-        """Give ``state_dict()`` to be written in place."""
+        """Give ``state_dict()`` to be written in place, for a ``with`` block.
+
+        Args:
+            optimizer: as in ``state_dict``.
+        """
         yield self.state_dict(optimizer=optimizer)
 
     def load_info(self, info: Mapping[str, Any]) -> None:
-        """Take over how many calls there were from ``EngineState.info``."""
+        """Take over how many calls there were, and how many of them have met.
+
+        Args:
+            info: of ``state_dict``, with ``"calls"`` and ``"rounds"``; equal on all ranks.
+
+        Raises:
+            ArgumentError: one of them is missing, or no number of at least 0.
+        """
         for name in ("calls", "rounds"):
             setattr(self, name, as_int(info.get(name), f"{name} of an OuterStep", minimum=0))

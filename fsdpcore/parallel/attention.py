@@ -38,6 +38,8 @@ class ParallelAttention:
     - ``proj.w`` (heads, d, width): the output projection; cut by heads.
     - ``proj.b`` (width,): whole on every rank, added once.
 
+    It is a ``fc.Layer``, which says what the methods take.
+
     Args:
         width: features of input and output; a multiple of ``heads``.
         heads: at least as many as the group has ranks.

@@ -32,6 +32,8 @@ class ParallelBlock:
     Parameters: those of its parts, ``norm1.gain``, ``attention.qkv.w``, ``norm2.gain``,
     ``mlp.up.w`` and so on; see ``LayerNorm``, ``ParallelAttention``, ``ParallelMLP``.
 
+    It is a ``fc.Layer``, which says what the methods take.
+
     Args:
         width: features of input and output; a multiple of ``heads``.
         heads: at least as many as the group has ranks.

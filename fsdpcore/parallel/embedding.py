@@ -34,6 +34,8 @@ class VocabParallelEmbedding:
     Whether they are the same is not checked, as that would take another exchange, up to a quarter
     of the time of this one where that has 2 MB; ``cross_entropy`` notices targets that differ.
 
+    It is a ``fc.Layer``, which says what the methods take.
+
     Args:
         vocab: rows of the table.
         width: features.
@@ -73,7 +75,7 @@ class VocabParallelEmbedding:
         return {"w": weight(rng, shape, 0, self.group, self.initial, self.dtype)}
 
     def forward(self, params: Mapping[str, Array], x: Array) -> tuple[Array, Any]:
-        """Look up.
+        """Return (..., T, width), or this rank's part of the sequence: the rows that ``x`` names.
 
         Raises:
             ArgumentError: ``x`` is no array of integers in [0, vocab). On a GPU, where a look at

@@ -25,10 +25,20 @@ from fsdpcore.parallel.splits import bounds, own_range, own_size, split
 
 
 def all_reduce(x: Array, group: Backend, *, op: str = "sum", label: str = "parallel sum") -> Array:
-    """Combine the arrays of all ranks of ``group`` elementwise: one all_reduce.
+    """Combine the arrays of all ranks of ``group`` elementwise: one all_reduce, which blocks.
 
-    ``x`` belongs to the call and may be overwritten by it. The result, on every rank the same bits,
-    is returned. ``op`` and ``label`` are those of ``fc.all_reduce``.
+    Args:
+        x: of equal shape and dtype on all ranks. It belongs to the call, which may overwrite it.
+        group: the ranks.
+        op: how values are combined: the name of a ``ReduceOp``.
+        label: what it is for, in traces and errors.
+
+    Returns:
+        An array like ``x``, with the same bits on every rank; ``x`` itself in a group of one, or
+        if it is contiguous.
+
+    Raises:
+        The errors of ``fc.all_reduce``.
     """
     if group.world_size == 1:
         return x
@@ -41,6 +51,14 @@ def local_part(x: Array, group: Backend, axis: int) -> Array:
     """Return this rank's part along ``axis`` of ``x``, which all ranks of ``group`` have: a view.
 
     Without communication; the derivative of ``all_gather`` where all ranks have the same gradient.
+
+    Args:
+        x: the same on all ranks.
+        group: the ranks over which the axis is cut, as ``split`` cuts it.
+        axis: the one that is cut; negative ones count from the last.
+
+    Raises:
+        ArgumentError: ``x`` has no such axis.
     """
     place = _place(x, axis)
     start, stop = own_range(x.shape[place], group)
@@ -51,7 +69,7 @@ def local_part(x: Array, group: Backend, axis: int) -> Array:
 def all_gather(
     x: Array, group: Backend, axis: int, *, size: int | None = None, label: str = "parallel join"
 ) -> Array:
-    """Join the parts of all ranks along ``axis``: one all_gather.
+    """Join the parts of all ranks along ``axis``: one all_gather, which blocks.
 
     Args:
         x: this rank's part; the other axes are the same on all ranks.
@@ -65,7 +83,8 @@ def all_gather(
         A contiguous array, the same on every rank; ``x`` itself in a group of one.
 
     Raises:
-        MismatchError: a part is not the one that ``splits`` gives its rank. Without ``size`` all
+        ArgumentError: ``x`` has no such axis.
+        MismatchError: a part is not the one that ``split`` gives its rank. Without ``size`` all
             ranks raise it, before the parts are sent.
     """
     parts, place = group.world_size, _place(x, axis)
@@ -94,6 +113,8 @@ def reduce_scatter(
 ) -> Array:
     """Sum the arrays of all ranks, and keep this rank's part along ``axis``: one reduce_scatter.
 
+    It blocks until this rank's result is complete.
+
     Args:
         x: of equal shape on all ranks; not changed.
         group: the ranks.
@@ -102,6 +123,10 @@ def reduce_scatter(
 
     Returns:
         A contiguous array; ``x`` itself in a group of one.
+
+    Raises:
+        ArgumentError: ``x`` has no such axis.
+        The errors of ``fc.reduce_scatter``.
     """
     parts, place = group.world_size, _place(x, axis)
     if parts == 1:

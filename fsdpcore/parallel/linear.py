@@ -73,6 +73,8 @@ class ColumnParallelLinear(_ParallelLinear):
     Every rank must have the same input (..., inputs), and makes its own outputs (..., own outputs).
     The backward pass sums the input's gradient over the group: one all_reduce of its size.
 
+    It is a ``fc.Layer``, which says what the methods take.
+
     Args:
         inputs: features of the input.
         outputs: features of the whole output.
@@ -168,6 +170,8 @@ class RowParallelLinear(_ParallelLinear):
     Every rank has its own features of one input, as a column-parallel layer makes them, and gets
     the sum over all ranks (..., outputs): one all_reduce of its size. ``b`` is added to that, so
     its gradient is the same on all ranks. The backward pass needs no communication.
+
+    It is a ``fc.Layer``, which says what the methods take.
 
     Args:
         inputs: features of the whole input.

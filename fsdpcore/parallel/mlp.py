@@ -28,6 +28,8 @@ class ParallelMLP:
     Parameters: ``up.w`` (width, hidden) and ``up.b`` (hidden,), cut by hidden features; ``down.w``
     (hidden, width), cut likewise, and ``down.b`` (width,), whole on every rank.
 
+    It is a ``fc.Layer``, which says what the methods take.
+
     Args:
         width: features of input and output.
         hidden: features between; as ``split`` cuts them, a rank may have none.

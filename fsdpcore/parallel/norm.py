@@ -123,6 +123,8 @@ class LayerNorm(_Norm):
     Statistics are in float32 at least. Without ``sequence_parallel`` all ranks must have the same
     input, and nothing is communicated.
 
+    It is a ``fc.Layer``, which says what the methods take.
+
     Args:
         width: features, the last axis.
         group: ranks that share a sequence, such as ``mesh["tensor"]``.
@@ -143,6 +145,8 @@ class RMSNorm(_Norm):
 
     Parameter: ``gain`` (width,), ones, whole on every rank. All else is as in ``LayerNorm``; with
     ``sequence_parallel`` there is one all_reduce of width numbers in the backward pass.
+
+    It is a ``fc.Layer``, which says what the methods take.
 
     Args:
         width: features, the last axis.

@@ -26,6 +26,8 @@ class PositionEmbedding:
     communicated, all ranks of a group must have the same input. To go on in parts of the sequence,
     put ``ScatterSequence`` behind it.
 
+    It is a ``fc.Layer``, which says what the methods take.
+
     Args:
         context: positions that there are.
         width: features.
@@ -58,7 +60,7 @@ class PositionEmbedding:
         return {"w": weight(rng, shape, 0, None, self.initial, self.dtype)}
 
     def forward(self, params: Mapping[str, Array], x: Array) -> tuple[Array, Any]:
-        """Add the positions.
+        """Return (B, T, width): the input with the positions added.
 
         Raises:
             ArgumentError: a sequence is longer than the context, or another shape.

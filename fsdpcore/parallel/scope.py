@@ -44,7 +44,17 @@ class Scope(MutableMapping[str, Array]):
         return sum(1 for _ in self)
 
     def empty(self, name: str) -> Array:
-        """Return a gradient with any content, to be written whole; as ``Gradients.empty``."""
+        """Return the array of a gradient with any content, to be written whole.
+
+        The engine's mappings are spared from filling it with zeros; of others it is what is in
+        them, and belongs to them.
+
+        Args:
+            name: without the prefix.
+
+        Raises:
+            KeyError: the mapping has no such gradient, as of a frozen parameter.
+        """
         return unfilled(self._mapping, self._prefix + name)
 
 
@@ -59,5 +69,14 @@ def unfilled(grads: Mapping[str, Array], name: str) -> Array:
 
 
 def prefixed(prefix: str, entries: Mapping[str, T]) -> dict[str, T]:
-    """Return the ``entries`` with ``prefix`` before each name."""
+    """Return a new dict of the same entries, with a prefix before each name.
+
+    Args:
+        prefix: such as ``"qkv."``.
+        entries: anything by name; not copied.
+
+    Example::
+
+        fc.parallel.prefixed("qkv.", {"w": 1})  # {"qkv.w": 1}
+    """
     return {prefix + name: entry for name, entry in entries.items()}

@@ -25,6 +25,8 @@ class ScatterSequence:
 
     The backward pass joins the parts of the gradient: one all_gather.
 
+    It is a ``fc.Layer``, which says what the methods take.
+
     Args:
         group: ranks that share a sequence, such as ``mesh["tensor"]``.
     """
@@ -56,6 +58,8 @@ class GatherSequence:
 
     What follows is the same on all ranks of the group, and so is the gradient that comes back, of
     which each rank takes its part without communication.
+
+    It is a ``fc.Layer``, which says what the methods take.
 
     Args:
         group: ranks that share a sequence, such as ``mesh["tensor"]``.

@@ -16,7 +16,15 @@ from fsdpcore.core.errors import ArgumentError
 
 
 def split(size: int, parts: int, index: int) -> tuple[int, int]:
-    """Return where part ``index`` begins and ends.
+    """Return where a part of an axis begins and ends; the first parts have one index more.
+
+    Args:
+        size: indices of the axis.
+        parts: how many parts it is cut into.
+        index: which part, from 0.
+
+    Returns:
+        The first index of the part, and the one behind its last. An empty part has the same twice.
 
     Raises:
         ArgumentError: ``size`` is negative, ``parts`` below one, or there is no such part.
@@ -41,6 +49,10 @@ def own_size(size: int, group: Backend) -> int:
 
 def bounds(size: int, parts: int) -> list[int]:
     """Return ``parts + 1`` numbers: part i is ``[bounds[i], bounds[i + 1])``.
+
+    Args:
+        size: indices of the axis that is cut.
+        parts: how many parts; the first ``size % parts`` of them have one index more.
 
     Raises:
         ArgumentError: ``size`` is negative or ``parts`` below one.

@@ -149,12 +149,27 @@ class ShardedLayers:
     # Steps.
 
     def step(self, *, divisor: float | None = None) -> Step:
-        """Begin a training step, in a ``with`` statement; ``divisor`` is that of ``FSDP.step``."""
+        """Begin a training step, in a ``with`` statement.
+
+        Args:
+            divisor: the gradients, summed over ranks and backward passes, are divided by it. By
+                default it is the number of ranks.
+
+        Raises:
+            ArgumentError: a divisor that is no positive number.
+            StateError: inside of ``gathered()`` or of a pass, or after ``restore()``; on entering
+                it, inside of another step.
+        """
         self._check("a step")
         return self.engine.step(divisor=divisor)
 
     def evaluation(self) -> Step:
-        """Begin a step of forward passes only; see ``FSDP.evaluation``."""
+        """Begin a step of forward passes only, in a ``with`` statement: no gradients, no update.
+
+        Raises:
+            StateError: inside of ``gathered()`` or of a pass, or after ``restore()``; on entering
+                it, inside of another step.
+        """
         self._check("an evaluation")
         return self.engine.evaluation()
 

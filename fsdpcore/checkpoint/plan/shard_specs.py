@@ -273,7 +273,10 @@ def flat_shard_metadata(
         shapes: of the whole arrays, by name.
         dtypes: of all arrays, or of each by name.
         world_size: number of ranks.
-        step: see ``ShardMetadata``, as for ``save_id`` and ``extra``.
+        step: updates before the save.
+        save_id: of this attempt: 1 to 128 letters, digits, dots, dashes. The same on all ranks, and
+            another one for every attempt, be it of the same step.
+        extra: anything that JSON can hold, to be stored beside; None for nothing.
 
     Returns:
         What every rank has, for ``save_distributed`` and ``load_distributed``.

@@ -77,7 +77,11 @@ class Retention:
             )
 
     def keeps(self, checkpoints: Iterable[tuple[int, Mapping[str, float]]]) -> set[int]:
-        """Return the steps to keep of those given, each with its metrics; pure."""
+        """Return the steps to keep of those that are given; pure.
+
+        Args:
+            checkpoints: pairs of a step and its metrics, by name; in any order.
+        """
         known = sorted(checkpoints, key=lambda each: each[0], reverse=True)
         order = [step for step, _ in known]
         kept = set(order[: self.last or 1])

@@ -104,13 +104,12 @@ class BatchedWork(Work):
 
 
 class Batch:
-    """Collectives that are carried out together; made by ``coalesce``.
+    """Collectives that are carried out together; ``coalesce`` makes it.
 
-    Those with a method here can be batched: not scan, exscan, scatter and the ragged ones. The
-    methods take what the functions of the same names take: ``array``, which is not to change
-    until the batch has ended, and ``op``, ``root`` and ``out``; but no ``algorithm``, ``timeout``
-    or ``async_op``. Each returns a ``Work`` at once, which has its result when the batch has ended,
-    and raises ``ArgumentError`` at once.
+    Those with a method here can be batched: not scan, exscan, scatter and the ragged ones. No
+    method blocks: each returns a ``Work`` at once, which has its result when the batch has ended.
+    Until then ``array`` must not change, and ``out`` must not be read. A method raises
+    ``ArgumentError`` at once if an argument is wrong, and ``StateError`` outside of the block.
     """
 
     def __init__(
@@ -214,7 +213,17 @@ class Batch:
     def all_reduce(
         self, array: ArrayLike, *, op: ReduceOp | str = "sum", out: Array | None = None
     ) -> Work:
-        """Combine the arrays of all ranks elementwise; every rank gets the result."""
+        """Combine the arrays of all ranks elementwise; every rank gets the result.
+
+        Args:
+            array: of any shape; of equal shape and dtype on all ranks.
+            op: how values are combined: a ``ReduceOp`` or the name of one.
+            out: array of the result's shape and dtype to write to, which may be the input; None
+                makes a new one.
+
+        Returns:
+            A ``Work``, whose result has the shape and dtype of ``array``.
+        """
         return self._add(ALL_REDUCE, array, out, op=op)
 
     def reduce(
@@ -225,29 +234,90 @@ class Batch:
         op: ReduceOp | str = "sum",
         out: Array | None = None,
     ) -> Work:
-        """Combine the arrays of all ranks elementwise; the root gets the result."""
+        """Combine the arrays of all ranks elementwise; the root gets the result.
+
+        Args:
+            array: of any shape; of equal shape and dtype on all ranks.
+            root: the rank that gets the result; the same on all ranks.
+            op: how values are combined: a ``ReduceOp`` or the name of one.
+            out: array of the result's shape and dtype to write to, which may be the input; None
+                makes a new one. Ignored but on the root.
+
+        Returns:
+            A ``Work``, whose result has the shape and dtype of ``array``; None but on the root.
+        """
         return self._add(REDUCE, array, out, op=op, root=root)
 
     def reduce_scatter(
         self, array: ArrayLike, *, op: ReduceOp | str = "sum", out: Array | None = None
     ) -> Work:
-        """Combine the arrays of all ranks elementwise; each rank gets its part of axis 0."""
+        """Combine the arrays of all ranks elementwise; each rank gets its part of axis 0.
+
+        Args:
+            array: of at least one axis; of equal shape and dtype on all ranks. The first ranks get
+                one row more where axis 0 does not divide evenly.
+            op: how values are combined: a ``ReduceOp`` or the name of one.
+            out: array of the result's shape and dtype to write to, which may be this rank's part of
+                the input; None makes a new one.
+
+        Returns:
+            A ``Work``, whose result is an array ``(rows of this rank, *array.shape[1:])``.
+        """
         return self._add(REDUCE_SCATTER, array, out, op=op)
 
     def broadcast(self, array: ArrayLike, *, root: int = 0, out: Array | None = None) -> Work:
-        """Copy the root's array to all ranks; the others pass one of equal shape and dtype."""
+        """Copy the root's array to all ranks; the others pass one of equal shape and dtype.
+
+        Args:
+            array: of any shape; what it holds is read on the root only.
+            root: the rank that sends its array; the same on all ranks.
+            out: array of that shape and dtype to write to, which may be the input; None makes a
+                new one.
+
+        Returns:
+            A ``Work``, whose result is the root's array.
+        """
         return self._add(BROADCAST, array, out, root=root)
 
     def all_gather(self, array: ArrayLike, *, out: Array | None = None) -> Work:
-        """Join the arrays of all ranks, which have equal shapes, along axis 0."""
+        """Join the arrays of all ranks, which have equal shapes, along axis 0.
+
+        Args:
+            array: of any shape; of equal shape and dtype on all ranks.
+            out: array of the result's shape and dtype to write to, of which the input may be this
+                rank's part; None makes a new one.
+
+        Returns:
+            A ``Work``, whose result is an array ``(world_size * rows, *array.shape[1:])``, in rank
+            order, the same on every rank; of 0-d arrays ``(world_size,)``.
+        """
         return self._add(ALL_GATHER, array, out)
 
     def gather(self, array: ArrayLike, *, root: int = 0, out: Array | None = None) -> Work:
-        """Join the arrays of all ranks, which have equal shapes, along axis 0; the root gets it."""
+        """Join the arrays of all ranks, which have equal shapes, along axis 0; the root gets it.
+
+        Args:
+            array: of any shape; of equal shape and dtype on all ranks.
+            root: the rank that gets the result; the same on all ranks.
+            out: array of the result's shape and dtype to write to, of which the input may be this
+                rank's part; None makes a new one. Ignored but on the root.
+
+        Returns:
+            A ``Work``, whose result is as of ``all_gather``; None but on the root.
+        """
         return self._add(GATHER, array, out, root=root)
 
     def all_to_all(self, array: ArrayLike, *, out: Array | None = None) -> Work:
-        """Send part r of axis 0 to each rank r; join what arrives, in rank order."""
+        """Send part r of axis 0 to each rank r; join what arrives, in rank order.
+
+        Args:
+            array: of at least one axis; of equal shape and dtype on all ranks.
+            out: array of the result's shape and dtype to write to, which may be the input; None
+                makes a new one.
+
+        Returns:
+            A ``Work``, whose result has a row for each that arrived here.
+        """
         return self._add(ALL_TO_ALL, array, out)
 
     def _add(

@@ -21,7 +21,12 @@ from fsdpcore.core.geometry.overlaps import overlapping_boxes, overlapping_range
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """The elements whose index along each axis is in ``[start, stop)``; of a 0-d array its only."""
+    """The elements whose index along each axis is in ``[start, stop)``.
+
+    Attributes:
+        start: the first index along each axis; ``()`` for a 0-d array, whose only element it is.
+        stop: the index behind the last one along each axis.
+    """
 
     start: tuple[int, ...]
     stop: tuple[int, ...]
@@ -39,7 +44,12 @@ class Box:
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """Elements ``[start, stop)`` of the array flattened in C order."""
+    """Elements ``[start, stop)`` of the array flattened in C order.
+
+    Attributes:
+        start: the first element.
+        stop: the element behind the last one.
+    """
 
     start: int
     stop: int

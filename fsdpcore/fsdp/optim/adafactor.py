@@ -43,20 +43,34 @@ class Adafactor(WholeParameterOptimizer):
         p = p * (1 - rho * weight_decay) - m
 
     A parameter with more than two axes is a batch of matrices, with the last two as rows and
-    columns; one with fewer has a second moment per element. ``lr`` is rho: by default the paper's
-    relative step, ``schedules.InverseSqrt(1e-2)``; to have a learning rate of your own, give it
-    with ``scale_parameter=False``. The paper has no weight decay; this is AdamW's. Clipping
-    is left out with ``clip_threshold=None``.
+    columns; one with fewer has a second moment per element.
 
     All sums are over the whole parameter, so that the number of ranks matters to rounding only:
     one or two sums over the ranks per call of ``update_pieces``, all parameters together; as often
     the host waits for a GPU, if the arrays are there. With ``virtual_ranks`` these sums are exact,
     for which the ranks tell each other their largest squares first, and the number of ranks changes
-    no bit. State:
-    ``row_var`` and ``col_var`` on every rank, or ``variance`` sharded; ``exp_avg`` (m) sharded,
-    with ``beta1``. Computes in float64, whatever the dtype. Raises ConfigError unless all numbers
-    are finite and not negative, ``eps[0]`` is at least 1e-37, ``beta1`` below 1, and ``decay_rate``
-    and ``clip_threshold`` above 0.
+    no bit. It computes in float64, whatever the dtype.
+
+    State: ``row_var`` (r) and ``col_var`` (c) on every rank, or ``variance`` sharded; ``exp_avg``
+    (m) sharded, with ``beta1``.
+
+    Args:
+        lr: rho, at least 0, or a ``Schedule`` of it. By default the paper's relative step,
+            ``schedules.InverseSqrt(1e-2)``; a learning rate of your own goes with
+            ``scale_parameter=False``.
+        eps: two numbers. The first is added to squares of gradients, and is at least 1e-37. The
+            second, at least 0, is the least scale of a parameter. By default 1e-30 and 1e-3.
+        clip_threshold: the largest root of the mean square that u may have; above 0, by default 1.
+            None does not clip.
+        decay_rate: how fast beta2 goes to 1; above 0, by default 0.8.
+        beta1: how much of m stays from step to step, in [0, 1). By default None, for no m.
+        scale_parameter: multiply a step by the root of the parameter's mean square; by default
+            True.
+        weight_decay: p shrinks by ``rho * weight_decay`` of itself in each step; at least 0, by
+            default 0. The paper has none; this is AdamW's.
+
+    Raises:
+        ConfigError: a hyperparameter is out of its range, or not finite.
     """
 
     takes_boxes: ClassVar[bool] = True
@@ -94,7 +108,6 @@ class Adafactor(WholeParameterOptimizer):
         return names if self.beta1 is None else (*names, "exp_avg")
 
     def state_shapes(self, shape: Sequence[int]) -> dict[str, tuple[int, ...]]:
-        """See ``Optimizer.state_shapes``."""
         shape = tuple(shape)
         if _is_factored(shape):
             shapes = {"row_var": shape[:-1], "col_var": (*shape[:-2], shape[-1])}
@@ -111,7 +124,6 @@ class Adafactor(WholeParameterOptimizer):
         lr: float | None = None,
         grad_scale: float = 1.0,
     ) -> None:
-        """See ``Optimizer.update_pieces``; a collective, through ``reduce``."""
         step = as_int(step, "step (which counts from 1)", minimum=1)
         rate = self.learning_rate(step) if lr is None else as_finite(lr, "lr", minimum=0.0)
         grad_scale = as_finite(grad_scale, "grad_scale")

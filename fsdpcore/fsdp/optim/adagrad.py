@@ -22,8 +22,17 @@ class Adagrad(Optimizer):
         s = s + g * g                          (s starts at initial_accumulator_value)
         p = p - lr / (1 + (t - 1) * lr_decay) * g / (sqrt(s) + eps)
 
-    State: ``sum`` (s). Raises ConfigError unless all numbers are finite and not negative, and
-    ``eps`` is above 0.
+    State: ``sum`` (s).
+
+    Args:
+        lr: the learning rate, at least 0, or a ``Schedule`` of it; by default 1e-2.
+        lr_decay: by how much the divisor of ``lr`` grows in each step, at least 0; by default 0.
+        weight_decay: how much of p is added to the gradient (L2), at least 0; by default 0.
+        initial_accumulator_value: what s begins with, at least 0; by default 0.
+        eps: keeps the divisor from 0; above 0, by default 1e-10.
+
+    Raises:
+        ConfigError: a hyperparameter is out of its range, or not finite.
     """
 
     lr: float | Schedule = 1e-2
@@ -44,13 +53,12 @@ class Adagrad(Optimizer):
         return ("sum",)
 
     def initial_state(self, name: str) -> float:
-        """Return ``initial_accumulator_value``."""
+        """Return ``initial_accumulator_value``, whatever the ``name``: ``sum`` is the only one."""
         return self.initial_accumulator_value
 
     def update_block(
         self, param: Array, grad: Array, state: State, scratch: Scratch, *, step: int, lr: float
     ) -> None:
-        """Update one block; see ``Optimizer.update_block``."""
         total, work = state["sum"], scratch[1]
         direction = decayed(grad, param, self.weight_decay, scratch)
         np.multiply(direction, direction, out=work)
@@ -62,7 +70,6 @@ class Adagrad(Optimizer):
         np.subtract(param, work, out=param)
 
     def gpu_update(self, *, step: int, lr: float) -> tuple[Update, tuple[float, ...]]:
-        """See ``Optimizer.gpu_update``."""
         return ADAGRAD, (self._rate(step, lr), self.weight_decay, self.eps)
 
     def _rate(self, step: int, lr: float) -> float:

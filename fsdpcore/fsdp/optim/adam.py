@@ -61,7 +61,6 @@ class _TwoMoments(Optimizer):
     def update_block(
         self, param: Array, grad: Array, state: State, scratch: Scratch, *, step: int, lr: float
     ) -> None:
-        """Update one block; see ``Optimizer.update_block``."""
         mean, square, work = state["exp_avg"], state["exp_avg_sq"], scratch[1]
         numbers = self._numbers(step, lr)
         if on_host(param) and (kernels.available() if self.fused == "auto" else self.fused):
@@ -85,7 +84,6 @@ class _TwoMoments(Optimizer):
         np.subtract(param, work, out=param)
 
     def gpu_update(self, *, step: int, lr: float) -> tuple[Update, tuple[float, ...]]:
-        """See ``Optimizer.gpu_update``."""
         return AMSGRAD if self.amsgrad else ADAM, self._numbers(step, lr)
 
     def _numbers(self, step: int, lr: float) -> tuple[float, ...]:
@@ -112,8 +110,22 @@ class Adam(_TwoMoments):
         p = p - lr * m / (1 - beta1**t) / (sqrt(v / (1 - beta2**t)) + eps)
 
     The decay is a part of the gradient (L2), as PyTorch documents it for ``torch.optim.Adam``; for
-    one that is not, take ``AdamW``. ``betas`` are beta1 and beta2. State, ``amsgrad``, ``fused``
-    and what is raised: as there.
+    one that is not, take ``AdamW``. State: ``exp_avg`` (m) and ``exp_avg_sq`` (v), and with
+    ``amsgrad`` ``max_exp_avg_sq``.
+
+    Args:
+        lr: the learning rate, at least 0, or a ``Schedule`` of it; by default 1e-3.
+        betas: beta1 and beta2, both in [0, 1); by default 0.9 and 0.999.
+        eps: keeps the divisor from 0; above 0, by default 1e-8.
+        weight_decay: how much of p is added to the gradient, at least 0; by default 0.
+        fused: True computes all of it in one pass on the host, with a kernel of numba; ``"auto"``
+            does so where numba is installed. By default False. ``AdamW`` says what that costs.
+        amsgrad: divide by the largest v so far in place of v; by default False.
+
+    Raises:
+        ConfigError: a hyperparameter is out of its range.
+        MissingDependencyError: ``fused`` is True, but numba is not installed. Where CuPy is, it is
+            raised at the first update on the host.
     """
 
     decoupled: ClassVar[bool] = False
@@ -130,24 +142,31 @@ class AdamW(_TwoMoments):
             - lr * m / (1 - beta1**t) / (sqrt(v / (1 - beta2**t)) + eps)
 
     The decay is scaled by the learning rate, and both by a schedule, as in PyTorch. State:
-    ``exp_avg`` (m) and ``exp_avg_sq`` (v).
+    ``exp_avg`` (m) and ``exp_avg_sq`` (v), and with ``amsgrad`` ``max_exp_avg_sq``.
 
-    ``amsgrad=True`` divides by the largest v so far in place of v (Reddi, Kale & Kumar, "On the
-    convergence of Adam and beyond", ICLR 2018), which it keeps as ``max_exp_avg_sq``; of v before
-    its bias correction, as PyTorch does.
+    With ``fused``, numba is imported and the kernel compiled at the first update of each dtype,
+    which takes 0.4 s on the machine where this was written; the result is kept in a cache on disk,
+    so that later processes wait for the import only, 0.2 s. The kernel holds no GIL. It rounds as
+    NumPy does, operation by operation, but nothing promises that of a compiler: all ranks should do
+    the same, so compare ``repr(optimizer.resolved())``, which names what was chosen.
 
-    ``fused=True`` computes all of it in one pass with a kernel that numba compiles (``pip install
-    'fsdpcore[numba]'``); ``"auto"`` does so where numba is installed. Numba is imported and the
-    kernel compiled at the first update of each dtype, which takes 0.4 s on the machine where this
-    was written; the result is kept in a cache on disk, so that later processes wait for the import
-    only, 0.2 s. The kernel holds no GIL. It rounds as NumPy does, operation by operation, but
-    nothing promises that of a compiler: all ranks should do the same, so compare
-    ``repr(optimizer.resolved())``, which names what was chosen. ``fused`` is about the host: on a
-    GPU one kernel does all of it in any case, without numba.
+    Args:
+        lr: the learning rate, at least 0, or a ``Schedule`` of it; by default 1e-3.
+        betas: beta1 and beta2, both in [0, 1); by default 0.9 and 0.999.
+        eps: keeps the divisor from 0; above 0, by default 1e-8.
+        weight_decay: p shrinks by ``lr * weight_decay`` of itself in each step; at least 0, by
+            default 0.01.
+        fused: True computes all of it in one pass with a kernel that numba compiles (``pip install
+            'fsdpcore[numba]'``); ``"auto"`` does so where numba is installed. By default False. It
+            is about the host: on a GPU one kernel does all of it in any case, without numba.
+        amsgrad: divide by the largest v so far in place of v (Reddi, Kale & Kumar, "On the
+            convergence of Adam and beyond", ICLR 2018); of v before its bias correction, as PyTorch
+            does. By default False.
 
-    Raises ConfigError unless all numbers are finite, ``lr`` and ``weight_decay`` not negative,
-    ``eps`` above 0 and both betas in [0, 1), and MissingDependencyError if ``fused`` is True
-    without numba: at once, or at the first update on the host where CuPy is installed.
+    Raises:
+        ConfigError: a hyperparameter is out of its range.
+        MissingDependencyError: ``fused`` is True, but numba is not installed. Where CuPy is, it is
+            raised at the first update on the host.
     """
 
     decoupled: ClassVar[bool] = True

@@ -107,28 +107,24 @@ class Average(Optimizer):
         return tuple(name for kind, name in AVERAGES.items() if wanted[kind])
 
     def state_shapes(self, shape: Sequence[int]) -> dict[str, tuple[int, ...]]:
-        """See ``Optimizer.state_shapes``."""
         own: dict[str, tuple[int, ...]] = self.optimizer.state_shapes(shape)
         return {**own, **dict.fromkeys(self._averages, tuple(shape))}
 
     def check_parameter(self, name: str, shape: Sequence[int]) -> None:
-        """See ``Optimizer.check_parameter``."""
         self.optimizer.check_parameter(name, shape)
 
     def initial_state(self, name: str) -> float:
-        """Return the optimizer's, or nan for an average that has not begun."""
+        """Return what the optimizer's state of this ``name`` begins with; nan for an average."""
         if name in self._averages:
             return float("nan")
         value: float = self.optimizer.initial_state(name)
         return value
 
     def learning_rate(self, step: int) -> float:
-        """See ``Optimizer.learning_rate``."""
         rate: float = self.optimizer.learning_rate(step)
         return rate
 
     def resolved(self) -> Average:
-        """See ``Optimizer.resolved``."""
         inner = self.optimizer.resolved()
         return Average(inner, ema=self.ema, mean=self.mean, start=self.start)
 
@@ -143,7 +139,6 @@ class Average(Optimizer):
         grad_scale: float = 1.0,
         out: Array | None = None,
     ) -> None:
-        """See ``Optimizer.update``."""
         check_names("Average", state, self.state_names)
         own = {name: state[name] for name in self.optimizer.state_names}
         self.optimizer.update(param, grad, own, step=step, lr=lr, grad_scale=grad_scale, out=out)
@@ -158,7 +153,6 @@ class Average(Optimizer):
         lr: float | None = None,
         grad_scale: float = 1.0,
     ) -> None:
-        """See ``Optimizer.update_pieces``."""
         inner = []
         for piece in pieces:
             own = {name: array for name, array in piece.state.items() if name not in self._averages}

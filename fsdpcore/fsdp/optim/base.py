@@ -50,14 +50,21 @@ class Optimizer(ABC):
     gives the same bits. Shards are float32 or float64; for half-precision training keep a float32
     master shard, which ``update`` can round into another array on its way.
 
-    A new optimizer is a frozen dataclass that gives ``state_names`` and ``update_block``. ``lr``
-    is the learning rate, a number or a ``Schedule``, where ``update`` gets none. One that cannot
-    be elementwise derives from ``WholeParameterOptimizer``. Hyper-parameters out of range raise
-    ConfigError. Ranks compare the ``repr`` of ``resolved()``.
+    A new optimizer is a frozen dataclass that gives ``state_names`` and ``update_block``. One that
+    cannot be elementwise derives from ``WholeParameterOptimizer``. Ranks compare the ``repr`` of
+    ``resolved()``.
 
     Arrays are NumPy's, or CuPy's on a GPU. There ``update_block`` works by CuPy's functions, which
     NumPy's call; with ``gpu_update`` an optimizer has all of it done in one kernel. The result is
     that of the host but for the last bits.
+
+    Args:
+        lr: the learning rate, a finite number of at least 0, or a ``Schedule`` of it. It counts
+            where ``update`` gets no ``lr``.
+
+    Raises:
+        ConfigError: a hyper-parameter is out of range, or ``lr`` is a callable that is no
+            ``Schedule``.
     """
 
     elementwise: ClassVar[bool] = True
@@ -98,11 +105,18 @@ class Optimizer(ABC):
     ) -> None:
         """Update one block of ``param`` and ``state`` in place.
 
-        All arrays are 1-D, of one size and dtype, and were checked. ``grad`` is already scaled; it
-        is either the caller's gradient, never to be written, or ``scratch[0]``. So ``scratch[0]``
-        may be written only as the ``out`` of the last operation that reads ``grad``, while
-        ``scratch[1]`` is free. Use elementwise operations with ``out=`` and Python float scalars.
-        ``step`` counts from 1, and ``lr`` is the rate of this step.
+        ``update`` calls it, and has checked the arguments. All arrays are 1-D, of one size and
+        dtype. Use elementwise operations with ``out=`` and Python float scalars.
+
+        Args:
+            param: the block of the parameter, float32 or float64; written.
+            grad: its gradient, already scaled. It is either the caller's array, which is never to
+                be written, or ``scratch[0]``.
+            state: the blocks of the state arrays, by the names in ``state_names``; written.
+            scratch: two arrays to compute in. ``scratch[0]`` may be written only as the ``out`` of
+                the last operation that reads ``grad``; ``scratch[1]`` is free.
+            step: the number of this step, from 1.
+            lr: the learning rate of this step.
         """
 
     def gpu_update(self, *, step: int, lr: float) -> tuple[Update, tuple[float, ...]] | None:
@@ -110,11 +124,27 @@ class Optimizer(ABC):
 
         It counts only where it was written for the ``update_block`` in use: what overrides that
         one alone has its own called on a GPU, too.
+
+        Args:
+            step: the number of this step, from 1.
+            lr: the learning rate of this step.
+
+        Returns:
+            The formula in C, and the values of its scalars in their order. None, as here, has
+            ``update_block`` called on the arrays of the GPU.
         """
         return None
 
     def learning_rate(self, step: int) -> float:
-        """Return the learning rate of this step, which counts from 1."""
+        """Return the learning rate of a step, if ``update`` gets none.
+
+        Args:
+            step: the number of the step, from 1.
+
+        Raises:
+            ArgumentError: ``step`` is no integer of at least 1.
+            ConfigError: a ``Schedule`` gives a rate that is negative or not finite.
+        """
         if isinstance(self.lr, Schedule):
             return self.lr(step)
         as_int(step, "step (which counts from 1)", minimum=1)
@@ -125,28 +155,45 @@ class Optimizer(ABC):
         return self
 
     def state_shapes(self, shape: Sequence[int]) -> dict[str, tuple[int, ...]]:
-        """Return the shape of each state array of a whole parameter of this ``shape``.
+        """Return the shape of each state array of a whole parameter.
 
-        An array of the parameter's own shape is sharded as the parameter is. Any other is
-        smaller, and every rank holds all of it.
+        Args:
+            shape: of the whole parameter.
+
+        Returns:
+            The shapes by the names of the state arrays. An array of the parameter's own shape is
+            sharded as the parameter is. Any other is smaller, and every rank holds all of it.
         """
         return dict.fromkeys(self.state_names, tuple(shape))
 
     def check_parameter(self, name: str, shape: Sequence[int]) -> None:  # noqa: B027 - most take all
-        """Raise ArgumentError for a parameter that this optimizer cannot update.
+        """Refuse a parameter that this optimizer cannot update; the engine asks when it is made.
 
-        ``name`` is ``unit.parameter``, ``shape`` that of the whole parameter. The engine asks for
-        each of them when it is made.
+        Args:
+            name: of the parameter, ``unit.parameter``.
+            shape: of the whole parameter.
+
+        Raises:
+            ArgumentError: the optimizer cannot update it. As it stands it can update all.
         """
 
     def initial_state(self, name: str) -> float:
-        """Return the value that the state array of this name begins with."""
+        """Return the value that a state array begins with: 0, as it stands.
+
+        Args:
+            name: of the state array, one of ``state_names``.
+        """
         return 0.0
 
     def init_state(self, size: int, dtype: DTypeLike) -> dict[str, Array]:
-        """Return new state arrays of ``size`` elements, on the host; the caller owns them.
+        """Return new state arrays, by name, on the host; the caller owns them.
 
-        Raises ArgumentError if ``size`` is negative or ``dtype`` is not float32 or float64.
+        Args:
+            size: elements of each array.
+            dtype: of each array, float32 or float64, as the parameter's.
+
+        Raises:
+            ArgumentError: ``size`` is negative, or ``dtype`` is not one of these two.
         """
         size = as_int(size, "size", minimum=0)
         resolved = np.dtype(dtype)
@@ -156,10 +203,16 @@ class Optimizer(ABC):
     def init_pieces(
         self, specs: Sequence[PieceSpec], dtype: DTypeLike
     ) -> dict[str, dict[str, Array]]:
-        """Return new state arrays, flat, by parameter and name, on the host; the caller owns them.
+        """Return new state arrays, flat, by parameter and name; does not communicate.
 
-        ``specs`` are the pieces of parameters that this rank updates. Does not communicate. Raises
-        ArgumentError for a ``dtype`` that is not float32 or float64.
+        They are on the host, and the caller owns them.
+
+        Args:
+            specs: the pieces of parameters that this rank updates.
+            dtype: of all arrays, float32 or float64.
+
+        Raises:
+            ArgumentError: ``dtype`` is not one of these two.
         """
         resolved = np.dtype(dtype)
         check_dtype(resolved, "optimizer state")
@@ -186,22 +239,27 @@ class Optimizer(ABC):
     ) -> None:
         """Take one step: write ``param`` and the ``state`` arrays in place, only read ``grad``.
 
-        ``param`` and each array of ``state`` (from ``init_state``) are contiguous 1-D arrays of
-        one size and dtype. ``grad`` is as large, and may have a narrower floating dtype (float16,
-        bfloat16): blocks of it are made as wide as ``param`` before anything is computed. ``out``,
-        if given, is as large, too; it gets the new ``param``, rounded to its own dtype, of which
-        float16, bfloat16 and float32 are no wider than ``param``. What is too large for it becomes
-        inf. No two arrays share memory.
+        The arrays are contiguous, 1-D and of one size. No two of them share memory. All of them are
+        on the host, or on the GPU that is the current device. There the work is enqueued on the
+        current stream, as one kernel that reads and writes every element once (for the optimizers
+        that have a ``gpu_update``), and the host does not wait for it. It allocates at most two
+        blocks of ``BLOCK_ELEMENTS``, on a GPU of ``GPU_BLOCK_ELEMENTS`` or, with that kernel,
+        nothing.
 
-        All of them are on the host, or on the GPU that is the current device. There the work is
-        enqueued on the current stream, as one kernel that reads and writes every element once
-        (for the optimizers that have a ``gpu_update``), and the host does not wait for it.
+        Args:
+            param: the parameters, float32 or float64; written.
+            grad: their gradients, of that or a narrower floating dtype (float16, bfloat16). Blocks
+                of it are made as wide as ``param`` before anything is computed.
+            state: the arrays from ``init_state``, of the dtype of ``param``; written.
+            step: the number of this step, from 1.
+            lr: replaces the configured learning rate for this step; None keeps that.
+            grad_scale: the gradient counts as ``grad * grad_scale``, which is how clipping and the
+                loss scale are applied without another pass.
+            out: if given, it gets the new ``param``, rounded to its own floating dtype, which is no
+                wider than that of ``param``. What is too large for it becomes inf.
 
-        ``step`` counts from 1. ``lr`` replaces the configured learning rate for this step. The
-        gradient counts as ``grad * grad_scale``, which is how clipping and the loss scale are
-        applied without another pass. Allocates at most two blocks of ``BLOCK_ELEMENTS``, on a GPU
-        of ``GPU_BLOCK_ELEMENTS`` or, with that kernel, nothing. Raises ArgumentError, with nothing
-        written, if an argument is wrong.
+        Raises:
+            ArgumentError: an argument is wrong; nothing was written.
         """
         step = as_int(step, "step (which counts from 1)", minimum=1)
         rate = self.learning_rate(step) if lr is None else as_finite(lr, "lr", minimum=0.0)
@@ -243,14 +301,16 @@ class Optimizer(ABC):
     ) -> None:
         """Take one step on parts of parameters, of which the ranks hold the rest.
 
+        A collective, through ``reduce``, unless the optimizer is ``elementwise``.
+
         Args:
             pieces: one for every parameter that this optimizer updates in a unit, in the same
                 order on all ranks, also where this rank holds nothing of it.
-            step: counts from 1.
+            step: the number of this step, from 1.
             reduce: sums over the ranks; called only where the optimizer is not ``elementwise``.
                 A ``Ranks``, which can do more, where it ``has_owners``.
-            lr: as in ``update``.
-            grad_scale: as in ``update``.
+            lr: replaces the configured learning rate for this step; None keeps that.
+            grad_scale: the gradients count as ``grad * grad_scale``.
 
         Raises:
             ArgumentError: an argument is wrong. Other ranks then wait for this one in ``reduce``.

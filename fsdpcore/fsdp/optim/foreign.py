@@ -52,7 +52,6 @@ class Foreign(Optimizer):
     def update_block(
         self, param: Array, grad: Array, state: State, scratch: Scratch, *, step: int, lr: float
     ) -> None:
-        """See ``Optimizer.update_block``."""
         if not on_host(param):
             raise UnsupportedError(
                 f"{type(self).__name__} computes on the host, and the parameters are on a GPU; use "

@@ -27,17 +27,27 @@ class ParamGroups:
 
     Names are ``unit.parameter``. Patterns are those of ``fnmatch``: ``*`` stands for anything,
     dots too, ``?`` for one character, ``[ab]`` for one of these; case matters. Use
-    ``ParamGroups.of``, which makes ``rules``, pairs of both. The ``repr`` is what ranks compare.
+    ``ParamGroups.of`` to make one. The ``repr`` is what ranks compare.
+
+    Attributes:
+        rules: pairs of a pattern and its optimizer, in order.
     """
 
     rules: tuple[tuple[str, Optimizer], ...]
 
     @classmethod
     def of(cls, optimizers: Given | ParamGroups) -> ParamGroups:
-        """Return the groups that ``optimizers`` is: a mapping from patterns, or one for all.
+        """Return the groups that one optimizer, or a mapping from patterns, stands for.
 
-        What depends on what is installed is decided (``Optimizer.resolved``). Raises ConfigError
-        for anything else, an empty mapping, and a pattern behind ``"*"``, which is never reached.
+        What depends on what is installed is decided (``Optimizer.resolved``).
+
+        Args:
+            optimizers: one of ``fc.optim`` or a transformation of optax, for all parameters; or a
+                mapping from patterns to such. Groups are returned as they are.
+
+        Raises:
+            ConfigError: it is none of these, or an empty mapping; or a pattern stands behind
+                ``"*"``, where it is never reached.
         """
         if isinstance(optimizers, ParamGroups):
             return optimizers
@@ -64,6 +74,9 @@ class ParamGroups:
 
         Args:
             names: of all parameters that are trained, ``unit.parameter``.
+
+        Returns:
+            The optimizers by those names.
 
         Raises:
             ArgumentError: no pattern matches a parameter, or a pattern is of no use: it matches
@@ -134,6 +147,14 @@ def resolve(
 ) -> dict[str, Optimizer]:
     """Return the optimizer of each parameter: ``ParamGroups.of(optimizers).resolve(names)``.
 
+    Args:
+        optimizers: one for all parameters, or a mapping from patterns of names, such as
+            ``"*.bias"``, to optimizers. The first pattern that matches a name wins.
+        names: of all parameters that are trained, ``unit.parameter``.
+
+    Returns:
+        The optimizers by those names.
+
     Raises:
         ConfigError: ``optimizers`` is no optimizer, nor a mapping from patterns to such.
         ArgumentError: no pattern matches a parameter, or a pattern is of no use.
@@ -142,7 +163,13 @@ def resolve(
 
 
 class OptimizerRange(NamedTuple):
-    """Elements ``[start, stop)`` of a shard, all with the same elementwise optimizer."""
+    """Elements ``[start, stop)`` of a shard, all with the same elementwise optimizer.
+
+    Attributes:
+        start: the first element.
+        stop: the element behind the last one.
+        optimizer: updates them.
+    """
 
     start: int
     stop: int
@@ -158,6 +185,9 @@ def elementwise_ranges(
         pieces: of one rank's shard, in the order in which they lie there (``FlatLayout.pieces``).
         optimizers: by the names that the pieces have. Pieces whose name is missing, those of
             frozen parameters, belong to no range; neither do those of other optimizers.
+
+    Returns:
+        The ranges in the order of the shard, for ``update`` of each one's optimizer.
     """
     ranges: list[OptimizerRange] = []
     for piece in pieces:
@@ -186,7 +216,7 @@ def whole_parameter_specs(
         layout: of the unit.
         rank: whose shard it is.
         optimizers: by the names that the layout has, as in ``elementwise_ranges``.
-        boxes: of the parameters that are boxes, where these lie.
+        boxes: of the parameters that are boxes, where these lie; None where no parameter is one.
     """
     boxes = boxes or {}
     held = {piece.name: (piece.param_start, piece.param_stop) for piece in layout.pieces(rank)}

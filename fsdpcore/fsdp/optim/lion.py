@@ -22,8 +22,17 @@ class Lion(Optimizer):
         m = beta2 * m + (1 - beta2) * g
 
     The sign of 0 is 0. The paper takes a learning rate 3 to 10 times smaller than AdamW's, and a
-    decay as many times larger. State: ``exp_avg`` (m). Raises ConfigError unless all numbers are
-    finite, ``lr`` and ``weight_decay`` not negative and both betas in [0, 1).
+    decay as many times larger. State: ``exp_avg`` (m).
+
+    Args:
+        lr: the learning rate, at least 0, or a ``Schedule`` of it; by default 1e-4.
+        betas: beta1, of the direction, and beta2, of the momentum, both in [0, 1); by default 0.9
+            and 0.99.
+        weight_decay: p shrinks by ``lr * weight_decay`` of itself in each step; at least 0, by
+            default 0.
+
+    Raises:
+        ConfigError: a hyperparameter is out of its range, or not finite.
     """
 
     lr: float | Schedule = 1e-4
@@ -43,7 +52,6 @@ class Lion(Optimizer):
     def update_block(
         self, param: Array, grad: Array, state: State, scratch: Scratch, *, step: int, lr: float
     ) -> None:
-        """Update one block; see ``Optimizer.update_block``."""
         mean, work = state["exp_avg"], scratch[1]
         beta1, beta2 = self.betas
         # Only the sign counts, so both terms are divided by 1 - beta1: one pass less.
@@ -57,7 +65,6 @@ class Lion(Optimizer):
         ema(mean, beta2, grad, work)
 
     def gpu_update(self, *, step: int, lr: float) -> tuple[Update, tuple[float, ...]]:
-        """See ``Optimizer.gpu_update``."""
         beta1, beta2 = self.betas
         keep = 1.0 - lr * self.weight_decay
         return LION, (lr, keep, beta1 / (1.0 - beta1), beta2, 1.0 - beta2)

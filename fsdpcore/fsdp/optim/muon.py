@@ -36,8 +36,7 @@ class Muon(WholeParameterOptimizer):
         s = 0.2 * sqrt(max(R, C))                 "match_rms_adamw": Liu et al., "Muon is scalable
                                                   for LLM training" (2025)
 
-    ``adjust_lr_fn`` says which s. R are outputs where weights are (outputs, inputs), as PyTorch's
-    are; for ``x @ w`` take the second, to which that does not matter. ``orthogonal`` is the
+    R are outputs where weights are (outputs, inputs), as PyTorch's are. ``orthogonal`` is the
     Newton-Schulz iteration: ``x = u / max(norm(u), eps)``, then ``ns_steps`` times ``x = a * x + (b
     * y + c * y @ y) @ x`` with ``y = x @ x.T`` and ``ns_coefficients`` (a, b, c), which brings the
     singular values near 1. It is computed in the dtype of the parameters, float32 as a rule, where
@@ -58,9 +57,23 @@ class Muon(WholeParameterOptimizer):
     (``no_shard``), each one computes all of it. The result has the same bits with every strategy,
     as far as a matrix product has: with the same BLAS, on as many threads, on CPUs of one kind.
 
-    State: ``momentum_buffer`` (b), sharded. Raises ConfigError unless all numbers are finite,
-    ``lr`` and ``weight_decay`` not negative, ``momentum`` in [0, 1), ``eps`` above 0, and
-    ``ns_steps`` from 1 to 99.
+    State: ``momentum_buffer`` (b), sharded.
+
+    Args:
+        lr: the learning rate, at least 0, or a ``Schedule`` of it; by default 1e-3.
+        weight_decay: p shrinks by ``lr * weight_decay`` of itself in each step; at least 0, by
+            default 0.1.
+        momentum: how much of b stays from step to step, in [0, 1); by default 0.95.
+        nesterov: look ahead by the momentum; by default True.
+        ns_coefficients: three finite numbers, a, b and c of the iteration; by default 3.4445,
+            -4.7750 and 2.0315.
+        eps: the least norm that u is divided by; above 0, by default 1e-7.
+        ns_steps: iterations, from 1 to 99; by default 5.
+        adjust_lr_fn: which s: ``"original"``, the default, or ``"match_rms_adamw"``. Where weights
+            are (inputs, outputs), as for ``x @ w``, take the second, to which that does not matter.
+
+    Raises:
+        ConfigError: a hyperparameter is out of its range, or not finite.
     """
 
     has_owners: ClassVar[bool] = True
@@ -99,11 +112,10 @@ class Muon(WholeParameterOptimizer):
         return ("momentum_buffer",)
 
     def state_shapes(self, shape: Sequence[int]) -> dict[str, tuple[int, ...]]:
-        """See ``Optimizer.state_shapes``."""
         return {"momentum_buffer": tuple(shape)}
 
     def check_parameter(self, name: str, shape: Sequence[int]) -> None:
-        """See ``Optimizer.check_parameter``: ``name`` must be a matrix, by its ``shape``."""
+        """Raise ArgumentError for a parameter that is no matrix."""
         if len(shape) != 2:
             raise ArgumentError(
                 f"Muon updates matrices, but {name} has the shape {tuple(shape)}; have it updated "
@@ -120,7 +132,7 @@ class Muon(WholeParameterOptimizer):
         lr: float | None = None,
         grad_scale: float = 1.0,
     ) -> None:
-        """See ``Optimizer.update_pieces``; a collective, through ``reduce``.
+        """Take one step, as ``Optimizer.update_pieces`` says.
 
         With a ``reduce`` that is no ``Ranks``, all pieces are whole.
         """

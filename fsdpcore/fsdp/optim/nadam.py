@@ -30,9 +30,20 @@ class NAdam(Optimizer):
         u = mu(t + 1) * m / (1 - M(t + 1)) + (1 - mu(t)) * g / (1 - M(t))
         p = p - lr * u / (sqrt(v / (1 - beta2**t)) + eps)
 
-    With ``decoupled_weight_decay`` the decay is AdamW's: g stays, and p is first multiplied by
-    ``1 - lr * weight_decay``. State: ``exp_avg`` (m) and ``exp_avg_sq`` (v). Raises ConfigError
-    unless all numbers are finite and not negative, ``eps`` above 0 and both betas in [0, 1).
+    State: ``exp_avg`` (m) and ``exp_avg_sq`` (v).
+
+    Args:
+        lr: the learning rate, at least 0, or a ``Schedule`` of it; by default 2e-3.
+        betas: beta1 and beta2, both in [0, 1); by default 0.9 and 0.999.
+        eps: keeps the divisor from 0; above 0, by default 1e-8.
+        weight_decay: how much of p is added to the gradient (L2), at least 0; by default 0.
+        momentum_decay: how fast mu rises from about beta1 / 2 to beta1; at least 0, by default
+            4e-3.
+        decoupled_weight_decay: have the decay of AdamW instead: g stays, and p is first multiplied
+            by ``1 - lr * weight_decay``. By default False.
+
+    Raises:
+        ConfigError: a hyperparameter is out of its range, or not finite.
     """
 
     lr: float | Schedule = 2e-3
@@ -58,7 +69,6 @@ class NAdam(Optimizer):
     def update_block(
         self, param: Array, grad: Array, state: State, scratch: Scratch, *, step: int, lr: float
     ) -> None:
-        """Update one block; see ``Optimizer.update_block``."""
         mean, square, (first, work) = state["exp_avg"], state["exp_avg_sq"], scratch
         coupled, beta1, _, beta2, _, eps, ahead, size, keep = self._numbers(step, lr)
         direction = decayed(grad, param, coupled, scratch)
@@ -76,7 +86,6 @@ class NAdam(Optimizer):
         np.subtract(param, change, out=param)
 
     def gpu_update(self, *, step: int, lr: float) -> tuple[Update, tuple[float, ...]]:
-        """See ``Optimizer.gpu_update``."""
         return NADAM, self._numbers(step, lr)
 
     def _numbers(self, step: int, lr: float) -> tuple[float, ...]:

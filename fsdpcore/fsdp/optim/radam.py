@@ -28,9 +28,18 @@ class RAdam(Optimizer):
         u = u * s * sqrt(1 - beta2**t) / (sqrt(v) + eps)          where r > 5
         p = p - lr * u
 
-    With ``decoupled_weight_decay`` the decay is AdamW's: g stays, and p is first multiplied by
-    ``1 - lr * weight_decay``. State: ``exp_avg`` (m) and ``exp_avg_sq`` (v). Raises ConfigError
-    unless all numbers are finite and not negative, ``eps`` above 0 and both betas in [0, 1).
+    State: ``exp_avg`` (m) and ``exp_avg_sq`` (v).
+
+    Args:
+        lr: the learning rate, at least 0, or a ``Schedule`` of it; by default 1e-3.
+        betas: beta1 and beta2, both in [0, 1); by default 0.9 and 0.999.
+        eps: keeps the divisor from 0; above 0, by default 1e-8.
+        weight_decay: how much of p is added to the gradient (L2), at least 0; by default 0.
+        decoupled_weight_decay: have the decay of AdamW instead: g stays, and p is first multiplied
+            by ``1 - lr * weight_decay``. By default False.
+
+    Raises:
+        ConfigError: a hyperparameter is out of its range, or not finite.
     """
 
     lr: float | Schedule = 1e-3
@@ -54,7 +63,6 @@ class RAdam(Optimizer):
     def update_block(
         self, param: Array, grad: Array, state: State, scratch: Scratch, *, step: int, lr: float
     ) -> None:
-        """Update one block; see ``Optimizer.update_block``."""
         mean, square, work = state["exp_avg"], state["exp_avg_sq"], scratch[1]
         coupled, beta1, beta2, keep = self._decay_and_betas(lr)
         direction = decayed(grad, param, coupled, scratch)
@@ -75,7 +83,6 @@ class RAdam(Optimizer):
         np.subtract(param, work, out=param)
 
     def gpu_update(self, *, step: int, lr: float) -> tuple[Update, tuple[float, ...]]:
-        """See ``Optimizer.gpu_update``."""
         coupled, beta1, beta2, keep = self._decay_and_betas(lr)
         moments = (coupled, beta1, 1.0 - beta1, beta2, 1.0 - beta2)
         size = lr / (1.0 - beta1**step)

@@ -28,8 +28,17 @@ class RMSprop(Optimizer):
         p = p - lr * b
 
     State: ``square_avg`` (v); ``grad_avg`` (a) if centered; ``momentum_buffer`` (b) with momentum.
-    Raises ConfigError unless all numbers are finite and not negative, ``eps`` above 0 and
-    ``alpha`` below 1.
+
+    Args:
+        lr: the learning rate, at least 0, or a ``Schedule`` of it; by default 1e-2.
+        alpha: how much of v, and of a, stays from step to step, in [0, 1); by default 0.99.
+        eps: keeps the divisor from 0; above 0, by default 1e-8.
+        weight_decay: how much of p is added to the gradient (L2), at least 0; by default 0.
+        momentum: how much of b stays from step to step, at least 0; by default 0, for no b.
+        centered: divide by the root of the variance, not of the mean square; by default False.
+
+    Raises:
+        ConfigError: a hyperparameter is out of its range, or not finite.
     """
 
     lr: float | Schedule = 1e-2
@@ -60,7 +69,6 @@ class RMSprop(Optimizer):
     def update_block(
         self, param: Array, grad: Array, state: State, scratch: Scratch, *, step: int, lr: float
     ) -> None:
-        """Update one block; see ``Optimizer.update_block``."""
         square, work = state["square_avg"], scratch[1]
         direction = decayed(grad, param, self.weight_decay, scratch)
         np.multiply(direction, direction, out=work)
@@ -86,7 +94,6 @@ class RMSprop(Optimizer):
         np.subtract(param, work, out=param)
 
     def gpu_update(self, *, step: int, lr: float) -> tuple[Update, tuple[float, ...]]:
-        """See ``Optimizer.gpu_update``."""
         numbers = (lr, self.weight_decay, self.alpha, 1.0 - self.alpha, self.eps)
         update = rmsprop(centered=self.centered, momentum=self.momentum != 0.0)
         return update, numbers if self.momentum == 0.0 else (*numbers, self.momentum)

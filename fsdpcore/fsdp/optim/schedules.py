@@ -31,13 +31,21 @@ class Schedule(ABC):
 
     @abstractmethod
     def at(self, step: int) -> float:
-        """Return the learning rate of this step, from 1: finite and not negative."""
+        """Return the learning rate of a step: finite and not negative.
+
+        Args:
+            step: the number of the step, from 1, which was checked.
+        """
 
     def __call__(self, step: int) -> float:
-        """Return the learning rate of this step.
+        """Return the learning rate of a step.
 
-        Raises ArgumentError if ``step`` is no integer of at least 1, and ConfigError if ``at``
-        gives a rate that is negative or not finite.
+        Args:
+            step: the number of the step, from 1.
+
+        Raises:
+            ArgumentError: ``step`` is no integer of at least 1.
+            ConfigError: ``at`` gives a rate that is negative or not finite.
         """
         step = as_int(step, "step (which counts from 1)", minimum=1)
         what = f"the learning rate of {self!r} at step {step}"
@@ -58,9 +66,15 @@ class Schedule(ABC):
 
 @dataclass(frozen=True)
 class Constant(Schedule):
-    """The rate ``peak`` at every step, after a warm-up of ``warmup`` steps.
+    """The same rate at every step, after a warm-up.
 
-    Raises ConfigError if it is negative.
+    Args:
+        peak: the learning rate, at least 0.
+        warmup: through so many steps the rate rises in a straight line, and reaches ``peak`` at
+            the last of them; by default 0, for none.
+
+    Raises:
+        ConfigError: one of them is negative, ``peak`` is not finite, or ``warmup`` no integer.
     """
 
     peak: float
@@ -123,8 +137,17 @@ class Cosine(_Decay):
         rate = floor + (peak - floor) * (1 + cos(pi * (step - w) / (total - w))) / 2
 
     with w = ``warmup``, or 1 if there is none. (Loshchilov & Hutter, "SGDR: stochastic gradient
-    descent with warm restarts", ICLR 2017, equation 5, without restarts.) Raises ConfigError
-    unless ``0 <= floor <= peak`` and ``total`` is above ``warmup`` and 1.
+    descent with warm restarts", ICLR 2017, equation 5, without restarts.)
+
+    Args:
+        peak: the largest rate, finite.
+        warmup: through so many steps the rate rises in a straight line, and reaches ``peak`` at
+            the last of them. With 0 the first step has the peak.
+        total: all steps, those of the warm-up too; above ``warmup`` and above 1.
+        floor: the rate from step ``total`` on, from 0 to ``peak``; by default 0.
+
+    Raises:
+        ConfigError: one of them is out of its range.
     """
 
     def _left(self, progress: float) -> float:
@@ -139,7 +162,17 @@ class Linear(_Decay):
 
         rate = floor + (peak - floor) * (total - step) / (total - w)
 
-    with w = ``warmup``, or 1 if there is none. Raises ConfigError as ``Cosine`` does.
+    with w = ``warmup``, or 1 if there is none.
+
+    Args:
+        peak: the largest rate, finite.
+        warmup: through so many steps the rate rises in a straight line, and reaches ``peak`` at
+            the last of them. With 0 the first step has the peak.
+        total: all steps, those of the warm-up too; above ``warmup`` and above 1.
+        floor: the rate from step ``total`` on, from 0 to ``peak``; by default 0.
+
+    Raises:
+        ConfigError: one of them is out of its range.
     """
 
     def _left(self, progress: float) -> float:
@@ -154,9 +187,18 @@ class Step(Schedule):
 
         rate = peak * factor**k
 
-    With an integer ``every``, k is ``(step - 1) // every``; with a sequence of increasing step
-    numbers, k is how many of them have passed. The ``warmup`` steps count. Raises ConfigError
-    for a negative ``peak`` or ``factor``, and if ``every`` is neither of these two.
+    With an integer ``every``, k is ``(step - 1) // every``; with a sequence, k is how many of its
+    steps have passed. The steps of the warm-up count.
+
+    Args:
+        peak: the rate before the first of these steps, at least 0.
+        every: a number of steps, at least 1; or a tuple or list of increasing step numbers, each
+            the last one before the rate changes.
+        factor: what the rate is multiplied by, at least 0; by default 0.1.
+        warmup: through so many steps the rate rises in a straight line; by default 0, for none.
+
+    Raises:
+        ConfigError: one of them is out of its range, or ``every`` is neither of these two.
     """
 
     peak: float
@@ -191,8 +233,15 @@ class InverseSqrt(Schedule):
     """``min(peak, 1 / sqrt(step))``: the relative step size of Adafactor.
 
     (Shazeer & Stern, "Adafactor: adaptive learning rates with sublinear memory cost", ICML 2018,
-    algorithm 4, where ``peak`` is 0.01.) A warm-up of ``warmup`` steps comes before. Raises
-    ConfigError for a negative ``peak``.
+    algorithm 4, where ``peak`` is 0.01.)
+
+    Args:
+        peak: the largest rate, at least 0; by default 0.01.
+        warmup: through so many steps the rate is multiplied by ``step / warmup``; by default 0,
+            for none.
+
+    Raises:
+        ConfigError: one of them is negative, ``peak`` is not finite, or ``warmup`` no integer.
     """
 
     peak: float = 1e-2

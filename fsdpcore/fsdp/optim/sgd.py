@@ -23,8 +23,16 @@ class SGD(Optimizer):
         p = p - lr * (g + momentum * b)        with nesterov
         p = p - lr * b                         without
 
-    State: ``momentum_buffer``, or nothing if ``momentum`` is 0. Raises ConfigError unless all
-    numbers are finite and not negative, and if ``nesterov`` is asked for without momentum.
+    State: ``momentum_buffer`` (b), or nothing if ``momentum`` is 0.
+
+    Args:
+        lr: the learning rate, at least 0, or a ``Schedule`` of it.
+        momentum: how much of b stays from step to step, at least 0; by default 0, for none.
+        nesterov: look ahead by the momentum; by default False. It needs a ``momentum`` above 0.
+        weight_decay: how much of p is added to the gradient (L2), at least 0; by default 0.
+
+    Raises:
+        ConfigError: a number is negative or not finite, or there is ``nesterov`` without momentum.
     """
 
     momentum: float = 0.0
@@ -47,7 +55,6 @@ class SGD(Optimizer):
     def update_block(
         self, param: Array, grad: Array, state: State, scratch: Scratch, *, step: int, lr: float
     ) -> None:
-        """Update one block; see ``Optimizer.update_block``."""
         work = scratch[1]
         direction = decayed(grad, param, self.weight_decay, scratch)
         if self.momentum != 0.0:
@@ -63,7 +70,6 @@ class SGD(Optimizer):
         np.subtract(param, work, out=param)
 
     def gpu_update(self, *, step: int, lr: float) -> tuple[formulas.Update, tuple[float, ...]]:
-        """See ``Optimizer.gpu_update``."""
         if self.momentum == 0.0:
             return formulas.SGD, (lr, self.weight_decay)
         update = formulas.SGD_NESTEROV if self.nesterov else formulas.SGD_MOMENTUM

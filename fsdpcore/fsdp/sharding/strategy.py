@@ -112,10 +112,17 @@ class Strategy:
         return STRATEGIES[self.name]
 
     def place(self, world_size: int) -> Placement:
-        """Apply the strategy to ``world_size`` ranks.
+        """Say what the strategy comes to for a number of ranks.
+
+        Args:
+            world_size: how many ranks there are.
+
+        Returns:
+            How many shards and replicas there are, and how long gathered parameters stay.
 
         Raises:
-            ArgumentError: a group's size does not divide them.
+            ArgumentError: ``shard_group_size`` does not divide them, or ``reshard_after_forward``
+                those that share a copy.
         """
         shards = (self.shard_group_size or world_size) if self._kind.sharded else 1
         if world_size % shards:

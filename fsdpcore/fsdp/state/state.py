@@ -32,7 +32,13 @@ def optimizer_name(state: str, param: str) -> str:
 
 
 class ArrayPiece(NamedTuple):
-    """Elements ``[start, stop)`` of an array that is flattened in C order, contiguous in memory."""
+    """Elements ``[start, stop)`` of an array that is flattened in C order.
+
+    Attributes:
+        start: the first element.
+        stop: the element behind the last one.
+        array: these elements, 1-D and contiguous.
+    """
 
     start: int
     stop: int

@@ -161,7 +161,11 @@ class StateVerbs:
     def load_info(self, info: Mapping[str, Any]) -> None:
         """Take over the number of steps and the loss scale from ``EngineState.info``.
 
-        Equal on all ranks, which is not checked. Raises ArgumentError if they make no sense.
+        Args:
+            info: of ``state_dict``; equal on all ranks, which is not checked.
+
+        Raises:
+            ArgumentError: a value is missing or makes no sense, or it is of another format.
         """
         set_progress(self._model, Progress.of(info))
 

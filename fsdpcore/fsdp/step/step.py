@@ -146,7 +146,17 @@ class Step(GradientVerbs):
         return self.training and self._executor.keeps_params
 
     def ignored(self, unit: Unit | str) -> frozenset[str]:
-        """Return which of a unit's arrays are ignored: they stay where they are, also after it."""
+        """Return which of a unit's arrays are ignored: they stay where they are, also after it.
+
+        Args:
+            unit: of the engine, or its name.
+
+        Returns:
+            Their names, without that of the unit.
+
+        Raises:
+            ArgumentError: the engine has no such unit.
+        """
         return frozenset(self._model[unit].ignored)
 
     # Passes.

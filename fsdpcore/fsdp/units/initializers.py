@@ -58,9 +58,13 @@ class Initializer(ABC):
     """How a parameter gets its first values. Implementations are frozen dataclasses."""
 
     def check_dtype(self, dtype: np.dtype[Any]) -> None:
-        """Raise ArgumentError if this initialiser cannot fill a parameter of ``dtype``.
+        """Refuse a dtype of which this initialiser cannot fill a parameter.
 
-        As it stands it takes every dtype of numbers or bools.
+        Args:
+            dtype: of the parameter.
+
+        Raises:
+            ArgumentError: it cannot. As it stands it takes every dtype of numbers or bools.
         """
         as_dtype(dtype, "a parameter")
 
@@ -68,18 +72,31 @@ class Initializer(ABC):
     def fill(self, out: NDArray[Any], start: int, *, seed: int, name: str) -> None:
         """Write elements ``[start, start + out.size)`` of the flattened (C order) parameter.
 
-        ``out`` is a writable 1-D array of the parameter's dtype; the caller owns it. ``seed`` is
-        the job's seed and ``name`` the parameter's full name: an element's value depends on these,
-        on its index and on the dtype, and on nothing else. Raises ArgumentError for bad arguments
-        or a dtype that ``check_dtype`` refuses, before anything is written.
+        An element's value depends on ``seed``, ``name``, its index and the dtype, and on nothing
+        else.
+
+        Args:
+            out: a writable 1-D NumPy array of the parameter's dtype; the caller owns it.
+            start: index of the first element in the flattened parameter, from 0.
+            seed: the job's.
+            name: of the parameter, ``unit.parameter``.
+
+        Raises:
+            ArgumentError: an argument is wrong, or ``check_dtype`` refuses the dtype; nothing was
+                written.
         """
 
 
 @dataclass(frozen=True)
 class Constant(Initializer):
-    """Every element is ``value``; integer and bool parameters need a value that they can hold.
+    """Every element is the same.
 
-    Raises ConfigError if ``value`` is not a real number. Infinity and NaN are allowed.
+    Args:
+        value: of every element: a real number, infinity and NaN too. Integer and bool parameters
+            need one that they can hold.
+
+    Raises:
+        ConfigError: ``value`` is no real number, or beyond the range of float64.
     """
 
     value: float
@@ -111,7 +128,6 @@ class Constant(Initializer):
                 raise ArgumentError(f"the constant {self.value} overflows {dtype}")
 
     def fill(self, out: NDArray[Any], start: int, *, seed: int, name: str) -> None:
-        """Write the value; see ``Initializer.fill``."""
         _check_fill(self, out, start)
         out[...] = self.value
 
@@ -121,7 +137,6 @@ class Zeros(Initializer):
     """Every element is 0."""
 
     def fill(self, out: NDArray[Any], start: int, *, seed: int, name: str) -> None:
-        """Write zeros; see ``Initializer.fill``."""
         _check_fill(self, out, start)
         out[...] = 0
 
@@ -131,7 +146,6 @@ class Ones(Initializer):
     """Every element is 1."""
 
     def fill(self, out: NDArray[Any], start: int, *, seed: int, name: str) -> None:
-        """Write ones; see ``Initializer.fill``."""
         _check_fill(self, out, start)
         out[...] = 1
 
@@ -148,7 +162,7 @@ class _Random(Initializer):
             )
 
     def fill(self, out: NDArray[Any], start: int, *, seed: int, name: str) -> None:
-        """Draw in float64 for float64, else in float32, then round; see ``Initializer.fill``.
+        """Draw in float64 for float64, else in float32, then round.
 
         Allocates at most one block of ``BLOCK_ELEMENTS``.
         """
@@ -170,9 +184,14 @@ class _Random(Initializer):
 
 @dataclass(frozen=True)
 class Normal(_Random):
-    """Independent draws from the normal distribution.
+    """Independent draws from the normal distribution, for parameters of a real floating dtype.
 
-    Raises ConfigError unless ``mean`` and ``std`` are finite and ``std`` is not negative.
+    Args:
+        mean: of the distribution, finite; by default 0.
+        std: its standard deviation, finite and at least 0; by default 1.
+
+    Raises:
+        ConfigError: one of them is out of its range.
     """
 
     mean: float = 0.0
@@ -192,10 +211,15 @@ class Normal(_Random):
 
 @dataclass(frozen=True)
 class Uniform(_Random):
-    """Independent draws from the uniform distribution over ``[low, high)``.
+    """Independent draws from the uniform distribution, for parameters of a real floating dtype.
 
-    As in NumPy, rounding may give ``high`` itself. Raises ConfigError unless both are finite and
-    ``low <= high``.
+    Args:
+        low: the least value, finite; by default 0.
+        high: the end of the range, finite and at least ``low``; by default 1. As in NumPy, it is
+            not drawn, but rounding may give it.
+
+    Raises:
+        ConfigError: one of them, or their difference, is not finite, or ``low`` is above ``high``.
     """
 
     low: float = 0.0
@@ -221,13 +245,17 @@ ones = Ones()
 
 
 def constant(value: float) -> Constant:
-    """Every element is ``value``; see ``Constant``.
+    """Every element is ``value``.
 
     Args:
-        value: of every element.
+        value: of every element: a real number, infinity and NaN too. Integer and bool parameters
+            need one that they can hold.
 
     Returns:
         The initializer, for ``Spec``.
+
+    Raises:
+        ConfigError: ``value`` is no real number, or beyond the range of float64.
 
     Example::
 
@@ -237,14 +265,17 @@ def constant(value: float) -> Constant:
 
 
 def normal(mean: float = 0.0, std: float = 1.0) -> Normal:
-    """Independent normal draws of that ``mean`` and standard deviation ``std``; see ``Normal``.
+    """Independent draws from a normal distribution.
 
     Args:
-        std: the standard deviation.
-        mean: their mean.
+        mean: of the distribution, finite; by default 0.
+        std: its standard deviation, finite and at least 0; by default 1.
 
     Returns:
         The initializer, for ``Spec``.
+
+    Raises:
+        ConfigError: one of them is out of its range.
 
     Example::
 
@@ -254,14 +285,18 @@ def normal(mean: float = 0.0, std: float = 1.0) -> Normal:
 
 
 def uniform(low: float = 0.0, high: float = 1.0) -> Uniform:
-    """Independent uniform draws over ``[low, high)``; see ``Uniform``.
+    """Independent draws from a uniform distribution.
 
     Args:
-        low: the smallest value.
-        high: none is as large as this.
+        low: the least value, finite; by default 0.
+        high: the end of the range, finite and at least ``low``; by default 1. As in NumPy, it is
+            not drawn, but rounding may give it.
 
     Returns:
         The initializer, for ``Spec``.
+
+    Raises:
+        ConfigError: one of them, or their difference, is not finite, or ``low`` is above ``high``.
 
     Example::
 

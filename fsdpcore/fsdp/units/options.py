@@ -57,7 +57,15 @@ class Prefetch:
 
     @classmethod
     def of(cls, given: Prefetch | int) -> Prefetch:
-        """Return a policy for a number of units; with 0, nothing goes on in the background."""
+        """Return the policy that a number of units stands for.
+
+        Args:
+            given: so many units are gathered ahead; with 0, nothing goes on in the background. A
+                ``Prefetch`` is returned as it is.
+
+        Raises:
+            ArgumentError: it is neither, or a negative number.
+        """
         if isinstance(given, Prefetch):
             return given
         units = as_int(given, "prefetch (in units)", minimum=0)

@@ -137,7 +137,17 @@ class Precision:
         return self.loss_scale
 
     def dtypes(self, master: np.dtype[Any]) -> Dtypes:
-        """Return the dtypes for a unit whose parameters have dtype ``master``."""
+        """Return the dtypes for a unit.
+
+        Args:
+            master: of its parameters: float32 or float64.
+
+        Returns:
+            The dtypes of the master shard, of gathered parameters and of gradients.
+
+        Raises:
+            ArgumentError: ``param_dtype`` or ``reduce_dtype`` is wider than ``master``.
+        """
         param = master if self.param_dtype is None else np.dtype(self.param_dtype)
         reduced = param if self.reduce_dtype is None else np.dtype(self.reduce_dtype)
         if max(param.itemsize, reduced.itemsize) > master.itemsize:

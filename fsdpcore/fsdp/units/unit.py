@@ -93,6 +93,10 @@ class Unit(UnitDeclaration):
             with step.backward(unit) as (params, grads):
                 grads.update(unit.split(gradients(unit.build(params), x)))
 
+        Args:
+            tree: nested as the parameters that the unit was given; its leaves are used as they are,
+                not copied.
+
         Raises:
             ArgumentError: it is nested in another way.
         """
@@ -237,18 +241,20 @@ class Unit(UnitDeclaration):
                 (``hybrid_shard``, ``no_shard``) give the same, which is not checked.
 
         Raises:
-            ArgumentError: another shape, or a dtype that is no number; nothing was changed.
+            ArgumentError: another shape, or a dtype that is not floating; nothing was changed.
                 ``engine.update_shards`` raises it on all ranks.
         """
         update_shard(self._taken, flat)
 
     def load(self, values: Mapping[str, Array]) -> None:
-        """Replace parameters by ``values``, whole arrays by name; others stay as they are.
+        """Replace parameters by whole arrays; those that are not named stay as they are.
 
-        Of a parameter that is a box, the box.
+        All ranks call it with the same names, and keep their shards. Those for tied parameters go
+        to their owner, in a ``load`` of its own.
 
-        All ranks call it with the same names, and keep their shards. Arrays of another floating
-        dtype are rounded; those for tied parameters go to their owner, in a ``load`` of its own.
+        Args:
+            values: arrays in the parameters' shapes, by the names in the unit; only read. Of a
+                parameter that is a box, the box. Those of another floating dtype are rounded.
 
         Raises:
             ArgumentError: a name that is not the unit's own, a wrong shape or dtype; nothing was
@@ -287,7 +293,7 @@ class Unit(UnitDeclaration):
         """Sum the gradients of all ranks; each keeps its shard, added to what it had.
 
         Whether the unit is resharded before or after must be the same on all ranks; before is
-        better (see ``storage.py``).
+        better.
 
         Args:
             grads: gradients by name, where ``begin_gradients`` was not used; those that are
