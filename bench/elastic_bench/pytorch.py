@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import signal
@@ -53,7 +54,7 @@ def torchrun(lab: Lab, folder: Path, times: int) -> list[float]:
         there = all.wait(lambda steps: len(steps) == len(lab.hosts), 0.0)
         for _ in range(times):
             began, gone = all.kill(sorted(there)[len(found) % len(there)]), {*there}
-            there = all.wait(lambda steps, gone=gone: len({*steps} - gone) == len(gone), began)
+            there = all.wait(functools.partial(_as_many_new, gone), began)
             found.append(max(at for pid, at in there.items() if pid not in gone) - began)
             there = {pid: at for pid, at in there.items() if pid not in gone}
     return found
@@ -76,15 +77,19 @@ def torchft(lab: Lab, folder: Path, times: int) -> list[float]:
         replicas = [start(host) for host in lab.hosts]
         began = 0.0
         for number in range(times):
-            all.wait(lambda steps: {*replicas} <= {*steps}, began)
+            all.wait({*replicas}.issubset, began)
             victim = number % len(replicas)
             began = all.kill(replicas[victim])
             others = {*replicas} - {replicas[victim]}
             # A step that was all but made counts for nothing.
-            steps = all.wait(lambda steps, others=others: others <= {*steps}, began, len(others))
+            steps = all.wait(others.issubset, began, len(others))
             found.append(max(steps[pid] for pid in others) - began)
             replicas[victim], began = start(lab.hosts[victim]), time.monotonic()
     return found
+
+
+def _as_many_new(gone: set[int], steps: dict[int, float]) -> bool:
+    return len({*steps} - gone) == len(gone)
 
 
 class _Workers:

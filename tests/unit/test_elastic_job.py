@@ -165,24 +165,19 @@ def test_no_version_counts_before_all_have_it(monkeypatch: pytest.MonkeyPatch) -
 def test_what_had_come_when_a_rank_was_lost_counts() -> None:
     """The copies of the last commit, and in the next generation those that make up for the loss."""
     training = Training(6)
+    # Of a generation: who is lost in the step after the third commit, and who notices at once.
+    losses = {1: (2, 0), 2: (0, 1)}
 
-    def lose(number: int) -> Any:
-        def kill(_: fc.elastic.Job) -> None:
+    def lose(job: fc.elastic.Job, number: int) -> None:
+        lost, notices = losses.get(job.generation, (-1, -1))
+        if number == 3 and job.rank == notices:
             time.sleep(0.1)  # as a step takes; copies come meanwhile
-            job.ranks[number].kill()
+            threads.ranks[lost].kill()
+            job.backend.recv(np.empty(1), lost)
 
-        return kill
-
-    hooks = iter([once({3: lose(2)}), once({3: lose(0)})])
-    training.hook = next(hooks)
-
-    def program(job: fc.elastic.Job) -> Any:
-        if job.generation == 2 and job.rank == 0:
-            training.hook = next(hooks)
-        return training(job)
-
-    job = ThreadJob(fc.elastic.run(program), (0, 1, 2))
-    check(job, training, job.run())
+    training.hook = lose
+    threads = ThreadJob(fc.elastic.run(training), (0, 1, 2))
+    check(threads, training, threads.run())
     assert training.restored == {1: 0, 2: 3, 3: 3}
 
 
