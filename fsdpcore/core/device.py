@@ -18,7 +18,14 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
-from fsdpcore.core.buffers import Array, Bytes, check_out, input_array, lined_up
+from fsdpcore.core.buffers import (
+    Array,
+    Bytes,
+    check_out,
+    input_array,
+    lined_up,
+    lined_up_zeros,
+)
 from fsdpcore.core.errors import ArgumentError
 from fsdpcore.core.foreign import as_numpy, is_foreign
 
@@ -95,6 +102,10 @@ class Device(ABC):
     @abstractmethod
     def zeros(self, shape: int | Sequence[int], dtype: DTypeLike) -> Array:
         """Return a new array of zeros."""
+
+    def lined_up_zeros(self, size: int, dtype: np.dtype[Any]) -> Array:
+        """Do as ``lined_up`` for a flat array of zeros."""
+        return self.zeros(size, dtype)
 
     @abstractmethod
     def to_host(self, array: Array) -> NDArray[Any]:
@@ -227,6 +238,9 @@ class HostDevice(Device):
 
     def zeros(self, shape: int | Sequence[int], dtype: DTypeLike) -> Array:
         return np.zeros(shape, dtype)
+
+    def lined_up_zeros(self, size: int, dtype: np.dtype[Any]) -> Array:
+        return lined_up_zeros(size, dtype)
 
     def to_host(self, array: Array) -> NDArray[Any]:
         return array

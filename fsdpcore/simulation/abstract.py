@@ -94,6 +94,9 @@ class AbstractDevice(HostDevice):
     def lined_up(self, shape: tuple[int, ...], dtype: DTypeLike) -> Array:
         return abstract(shape, dtype)
 
+    def lined_up_zeros(self, size: int, dtype: np.dtype[Any]) -> Array:
+        return abstract(size, dtype)
+
     def operand(self, value: ArrayLike) -> Array:
         if isinstance(value, AbstractArray) and value.flags.c_contiguous:
             dtype_code(value.dtype)

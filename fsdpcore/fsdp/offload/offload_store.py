@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from fsdpcore.core.buffers import Allocate, Array, lined_up_zeros
+from fsdpcore.core.buffers import Allocate, Array
 from fsdpcore.fsdp.offload.arrays import ArrayKind, PersistentArray
 from fsdpcore.fsdp.offload.mapped_file import FileSpan, MappedFile, joined, pages
 from fsdpcore.fsdp.offload.offload import Offload, OffloadStats
@@ -33,7 +33,8 @@ class OffloadStore:
 
     Args:
         empty: makes them, in memory that other ranks can be shown.
-        private: makes those that no other rank is shown, an optimizer's state.
+        private: makes those that no other rank is shown, an optimizer's state, as zeros; or it is
+            ``empty`` again.
         persistent: what is planned, each kind in the order in which it is allocated. Parameters in
             a window are among them, but are not allocated here.
 
@@ -68,7 +69,8 @@ class OffloadStore:
 
     def zeros(self, kind: ArrayKind) -> Allocate:
         """Return what makes arrays of a kind that are zeros."""
-        make, blank = self.allocate(kind), self._memory(kind) is lined_up_zeros
+        private = self._memory(kind) is self._private
+        make, blank = self.allocate(kind), private and self._private is not self._empty
 
         def made(size: int, dtype: np.dtype[Any]) -> Array:
             array = make(size, dtype)

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from fsdpcore.collectives import all_gather
 from fsdpcore.comm.backend import Backend
-from fsdpcore.core.buffers import Allocate, lined_up_zeros
+from fsdpcore.core.buffers import Allocate
 from fsdpcore.core.errors import ConfigError
 from fsdpcore.core.text import size
 from fsdpcore.fsdp.offload.arrays import PersistentArray
@@ -63,7 +63,7 @@ def open_stores(
         UnsupportedError: this is not Linux.
     """
     empty, device = groups.shards.empty, groups.device
-    private: Allocate = lined_up_zeros if device.on_host else empty
+    private: Allocate = device.lined_up_zeros if device.on_host else empty
     if policy is None:
         return OffloadStores([OffloadStore(empty, private, each) for each in persistent])
     if not device.on_host:
