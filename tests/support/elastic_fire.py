@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import random
@@ -211,6 +212,18 @@ class Fire:
         getattr(self, f"_{kind}")()
         if self.wait(lambda: self.whole(began), f"no recovery from {kind}"):
             self.seconds.setdefault(kind, []).append(time.monotonic() - began)
+
+    def flurry(self, count: int) -> None:
+        """Kill a rank as soon as somebody has made a commit since the last one was killed."""
+        for _ in range(count):
+            self.faults["kill"] += 1
+            began = time.monotonic()
+            self._kill()
+            if not self.wait(functools.partial(self._goes_on, began), "nobody goes on"):
+                return
+
+    def _goes_on(self, since: float) -> bool:
+        return any(entry.what == "commit" and entry.at > since for entry in read(self.folder))
 
     def _pick(self, count: int = 1) -> list[int]:
         ranks = sorted(self.ranks())
