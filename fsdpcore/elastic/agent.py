@@ -170,6 +170,7 @@ class Agent:
         if now >= self._member.next_tick():
             self._member.tick(now)
         self._carry_out()
+        self._let_waiting_go()
         self._warn_of_strangers()
         self._seats.kill_late(now)
 
@@ -185,6 +186,14 @@ class Agent:
             for event in events:
                 self._handle_event(event)
         self._send()
+
+    def _let_waiting_go(self) -> None:
+        """Let those go that are to leave and have nothing to hand over: no generation has them."""
+        for seat in self._seats.living:
+            if seat.leaves and seat.ready and seat.rank is None and not seat.ended_well:
+                seat.let_go({"kind": "left"})
+                self._miss(seat, again=False)
+                self._carry_out()
 
     def _send(self) -> None:
         for address, message in self._member.take_outbox():

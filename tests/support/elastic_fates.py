@@ -186,7 +186,9 @@ def _unsettled(world: World) -> str:
             break
         for seat in host.seats.values():
             there = seat.alive and seat.ready and (host.id, seat.number) not in taken
-            if there and len(taken) < world.maximum and not host.member._here.leaving:
+            if there and seat.number in host.member._here.leaving:
+                return f"seat {seat.number} of {host.id} waits, and is to leave"
+            if there and len(taken) < world.maximum:
                 return f"seat {seat.number} of {host.id} waits, and there is room"
         if host.member._known.number != number:
             return f"{host.id} has not heard of generation {number}"

@@ -203,11 +203,20 @@ class World:
         kind = args[1]["kind"] if name == "receive" else name
         for event in host.member.take_events():
             self._handle(host, event)
+        self._let_waiting_go(host)
         after = state(host.member)
         self.visits[before, kind, after] += 1
         for address, message in host.member.take_outbox():
             self._send(host, address, message)
         self._schedule(host)
+
+    def _let_waiting_go(self, host: Host) -> None:
+        """As its driver does: those that are to leave, and that no generation has."""
+        generation = host.member.generation
+        ranks = generation.ranks(host.id) if generation else {}
+        for number in {*host.member._here.leaving} - {*ranks}:
+            if host.seats[number].alive:
+                self._drop(host.seats[number])
 
     def _schedule(self, host: Host) -> None:
         when = max(host.member.next_tick(), self.now + 0.001)
