@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from fsdpcore.elastic.decree import Decree
-from fsdpcore.elastic.events import Finished, Install
+from fsdpcore.elastic.events import Finished, Install, Stop
 from fsdpcore.elastic.generation import Generation, HostCard, Seat
 from fsdpcore.elastic.here import Here
 from fsdpcore.elastic.membership import Member
@@ -75,14 +75,16 @@ def test_seats_of_a_host_that_leaves() -> None:
 
 
 class Agents:
-    """Members that hear each other at once, but those that stand still or are gone."""
+    """Members that hear each other at once, but those that stand still, or are cut off."""
 
-    def __init__(self, names: str) -> None:
-        self.now, self.still = 0.0, set[str]()
+    def __init__(self, names: str, minimum: int = 1) -> None:
+        self.now, self.still, self.cut_off = 0.0, set[str](), set[str]()
         self.sent: list[tuple[str, str, str]] = []  # from, to, kind
         self.events: dict[str, list[Any]] = {name: [] for name in names}
         self.members = {
-            name: Member(CARDS[name], minimum=1, maximum=8, lost_after=1.0, patience=5.0, job="job")
+            name: Member(
+                CARDS[name], minimum=minimum, maximum=8, lost_after=1.0, patience=5.0, job="job"
+            )
             for name in names
         }
         first, *others = names
@@ -109,7 +111,7 @@ class Agents:
                 for address, message in member.take_outbox():
                     to = address[0]
                     self.sent.append((name, to, message["kind"]))
-                    if to in self.members and not {name, to} & self.still:
+                    if to in self.members and not {name, to} & (self.still | self.cut_off):
                         self.members[to].receive(CARDS[name].address, message, self.now)
 
     def generations(self, name: str) -> list[int]:
@@ -138,6 +140,17 @@ def test_who_was_lost_is_told_where_it_was() -> None:
     agents.sent.clear()
     agents.run(1)
     assert ("a", "c", "state") in agents.sent
+
+
+@pytest.mark.parametrize("minimum", [1, 2])
+def test_the_job_may_go_on_without_a_minority_however_small(minimum: int) -> None:
+    agents = Agents("abc", minimum)
+    agents.cut_off.add("c")
+    agents.run(7)
+    assert agents.generations("a") == [1, 2]
+    (stop,) = (event for event in agents.events["c"] if isinstance(event, Stop))
+    assert stop.goes_on
+    assert stop.reason.startswith("1 of 3 ranks are within reach, and going on needs more than ")
 
 
 @pytest.mark.parametrize("who", ["a", "c"])
