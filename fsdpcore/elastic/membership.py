@@ -24,6 +24,7 @@ from fsdpcore.elastic.reports import Report, Terms
 from fsdpcore.elastic.succession import View, successor
 from fsdpcore.elastic.term import SILENT_SECONDS, Limits, Term
 
+_MOST_LOST = 32  # addresses that are tried again; each costs an agent a connection
 _NONE = Generation(0, (), ())
 
 
@@ -76,7 +77,7 @@ class Member:
         self._founder = ""
         self._hosts = 0  # that a founder waits for
         self._addresses: tuple[str, ...] = ()
-        self._lost: dict[str, None] = {}  # where agents were that may be started again
+        self._lost: list[str] = []  # where agents were that may be started again, the newest first
         self._term: Term | None = None  # of ``generation``
         self._report = Report(card)
         self._told: Report | None = None  # what the others were told last
@@ -282,20 +283,22 @@ class Member:
         if decided.number <= self._known.number or self.finished:
             return
         before, me = self.generation, self._card.id
+        there = {card.address for card in decided.hosts}
         known = [card.address for card in self._known.hosts]
-        self._lost |= dict.fromkeys([*self._addresses, *known])
+        lost = dict.fromkeys([*known, *self._lost, *self._addresses])
+        self._lost = [address for address in lost if address not in there][:_MOST_LOST]
         self._unmet = 0 if self._here.joined or not before else self._unmet + 1
         ranks = decided.ranks(me)
         old = before.ranks(me) if before else ()
         dropped = tuple(n for n in old if n not in ranks and n in self._here.ready)
-        lost = [number for number in dropped if number not in self._here.leaving]
+        behind = [number for number in dropped if number not in self._here.leaving]
         apart = {card.id for card in decided.hosts} - self._peers.linked(now)
         self._here.install(dropped)
         self._peers.install(decided, now)
         self._waits_since = self._term = self.generation = None
         if ranks:
             self.generation, self._term = decided, self._new_term(decided)
-        elif lost and apart:
+        elif behind and apart:
             self._stop(
                 f"the job goes on without this host as generation {decided.number}: "
                 f"{decided.reason}",

@@ -142,6 +142,19 @@ def test_who_was_lost_is_told_where_it_was() -> None:
     assert ("a", "c", "state") in agents.sent
 
 
+def test_of_those_that_were_lost_the_newest_are_told() -> None:
+    agents = Agents("a")
+    a = agents.members["a"]
+    for number in range(2, 50):
+        guest = HostCard(f"{number}", f"{number}:1", f"{number}:2")
+        hosts, seats = (CARDS["a"], guest), (Seat("a", 0), Seat(guest.id, 0))
+        a._learn(Generation(number, hosts, seats), agents.now)
+    a.take_outbox()
+    a.tick(agents.now + 0.3)
+    told = {address for address, _ in a.take_outbox()}
+    assert told == {f"{number}:1" for number in range(17, 50)}
+
+
 @pytest.mark.parametrize("minimum", [1, 2])
 def test_the_job_may_go_on_without_a_minority_however_small(minimum: int) -> None:
     agents = Agents("abc", minimum)
