@@ -8,14 +8,19 @@ import signal
 import socket
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
 from fsdpcore.elastic.agent import Agent
 from fsdpcore.elastic.generation import HostCard
+from fsdpcore.elastic.host import AgentShare, run_host
 from fsdpcore.elastic.membership import Member
 from fsdpcore.elastic.seats import Seats
+from fsdpcore.launch.config import resolve
+from fsdpcore.launch.run.endings import ScriptExit
 
 CARD = HostCard("a", "a:1", "a:2")
 
@@ -137,3 +142,25 @@ def test_who_waits_is_let_go_when_it_is_to_leave(playing: list[Played]) -> None:
     rank.end(0)
     played.step()
     assert played.agent._ending() is not None
+
+
+def test_a_host_joins_again_though_the_disk_of_the_witness_is_gone(tmp_path: Path) -> None:
+    folder = tmp_path / "shared"
+    folder.mkdir()
+    made = []
+
+    class Rejoining:
+        def __init__(self, make_member: Any, *args: Any, **options: Any) -> None:
+            made.append(make_member((), ""))
+            folder.rename(tmp_path / "away")
+            made.append(make_member(("b:1",), "job"))
+
+        def run(self, count: int) -> ScriptExit:
+            return ScriptExit(0)
+
+    share = AgentShare(1, 1, 1, ("127.0.0.1", 0), token="x" * 32, witness=str(folder / "witness"))
+    with mock.patch("fsdpcore.elastic.host.Agent", Rejoining):
+        run_host([], resolve({"transport": "zmq"}, {}), {}, share, lambda *_: None, print)
+    (one, first), (other, second) = made
+    assert one != other
+    assert first._describe(0.0).witness == second._describe(0.0).witness != ""
