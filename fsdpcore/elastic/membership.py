@@ -41,7 +41,8 @@ class Member:
         maximum: ranks that it has at most; the other seats wait.
         lost_after: seconds of silence after which an agent is lost.
         patience: seconds for which a decision, or enough ranks, are waited for.
-        job: messages of other jobs are ignored; empty takes the first that answers.
+        job: messages of other jobs are ignored, unless this one has not begun and that may be why:
+            see ``_goes_over``. Empty takes the first that answers.
         witness: what decides where two halves of a job cannot reach each other.
         seed: of what is left to chance.
 
@@ -201,12 +202,13 @@ class Member:
     def _take_in(self, source: str, message: Message, now: float) -> None:
         job, sequence = str(message["job"]), int(message["sequence"])
         report = Report.decode(message["report"])
-        if self.stopped or (self.job and job and job != self.job) or report.card == self._card:
+        if self.stopped or report.card == self._card or report.card.address != source:
             return
         decided = message.get("decided")
-        if not self._is_ours(report, source) or report.card.address != source:
+        if not self._is_ours(job, report, now):
+            if self._can_correct(report):
+                self._mail.to_address(source)
             return
-        self.job = self.job or job
         is_new = self._peers.note(report, sequence, now)
         if report.is_of_job and not self._known.number:
             self._adopt(report.terms)
@@ -224,16 +226,39 @@ class Member:
         elif is_new and report.generation < self._known.number:
             self._mail.to(report.card.id)
 
-    def _is_ours(self, report: Report, source: str) -> bool:
-        """Whether an agent is of the same job as this one; take its job if this has none."""
-        if not report.founder or report.founder == self._founder:
-            return True
-        if self._known.number or (self._hosts and not report.generation):
-            return False
-        # Who founds a job that goes on already joins it: its agent was started again.
-        self._founder, self._hosts = report.founder, 0
-        self._addresses = tuple(dict.fromkeys((*self._addresses, source)))
+    def _is_ours(self, job: str, report: Report, now: float) -> bool:
+        """Whether an agent is of the same job as this one, which may take it for its own."""
+        pairs = (job, self.job), (report.founder, self._founder)
+        if any(theirs and own and theirs != own for theirs, own in pairs):
+            if not self._goes_over(report, now):
+                return False
+            self.job, self._hosts = "", 0
+            self._founder = ""
+        self.job = self.job or job
+        if report.founder and not self._founder:
+            self._founder = report.founder
+            self._addresses = tuple(dict.fromkeys((*self._addresses, report.card.address)))
         return True
+
+    def _goes_over(self, report: Report, now: float) -> bool:
+        """Whether this agent leaves what it asks, or founds, for another job.
+
+        It does not once it knows a generation: two jobs that go on never become one.
+        """
+        if self._known.number or report.finished:
+            return False
+        if self._hosts:  # a job goes on whose founder was started again: that joins it
+            return report.member
+        if any(each.generation for each in self._peers.of_job(now)):
+            return False
+        # Its founder was started again before the job began, or has gone over itself.
+        return report.is_of_job or report.card.id == self._founder
+
+    def _can_correct(self, report: Report) -> bool:
+        """Whether an agent of another job should hear of this one, to go over: it has not begun."""
+        founds = report.founder == report.card.id
+        own = self.generation is not None if founds else self._report.is_of_job
+        return own and not report.generation
 
     def _adopt(self, terms: Terms) -> None:
         """Keep to what the job does, where this host was told otherwise."""
@@ -358,7 +383,7 @@ class Member:
 
     def _wait(self, now: float) -> None:
         """Wait to be taken along."""
-        patience, found = self._limits.patience, self._peers.hears_job(now)
+        patience, found = self._limits.patience, bool(self._peers.of_job(now))
         if self._waits_since is None or found:
             self._waits_since = now
         where = ", ".join([card.address for card in self._known.hosts] or self._addresses)

@@ -105,6 +105,8 @@ def _run(world: World) -> None:
     world.add_host(world.per_host[0], founder=True)
     for seats in world.per_host[1:]:
         world.soon(lambda n=seats: world.add_host(n), 0.4)
+    if chance.random() < 0.1:
+        world.soon(lambda: _found_anew(world), 0.8)
     for _ in range(chance.choice([0, 1, 1, 2, 2, 3, 4, 6])):
         fault = chance.choice(_FAULTS)
         world.at(1.0 + chance.random() * FAULTS_LAST, lambda f=fault: _befall(world, f))
@@ -257,8 +259,18 @@ def _befall(world: World, fault: str) -> None:
             world.finish(number)
 
 
+def _found_anew(world: World) -> None:
+    """The command that founds the job is given once more, before that has begun."""
+    founder = world.hosts[0]
+    if not world.oracle.contents:
+        world.faults.append(f"{world.now:.2f} start the founder anew")
+        world.kill(founder, "killed")
+        world.soon(lambda: world.add_host(world.per_host[0], True, founder.address), 0.5)
+
+
 def _found_again(world: World) -> None:
     """The command that founded the job is given once more, while that goes on."""
     hosts = [host for host in _alive(world) if host.member.generation]
+    hosts = [] if world.oracle.finished else hosts
     if hosts and not world.calm and all(h.address != world.hosts[0].address for h in _alive(world)):
         world.add_host(1, True, world.hosts[0].address)

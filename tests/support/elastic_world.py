@@ -147,18 +147,21 @@ class World:
         number = len(self.hosts)
         address = address or f"10.0.0.{number + 1}:1"
         card = HostCard(f"h{number}", address, address + "1")
+        # Who has been in a job, and joins it again, knows its id.
+        jobs = [each.member.job for each in self.hosts if self.chance.random() < 0.3]
         member = Member(
             card,
             minimum=self.minimum,
             maximum=self.maximum,
             lost_after=LOST_AFTER,
             patience=PATIENCE,
-            job="" if number and self.chance.random() < 0.3 else "job",
+            job=f"job {number}" if founder else "".join(jobs[-1:]),
             witness=self.witness,
             seed=self.seed,
         )
         host = Host(member, address, restarts=self.restarts)
-        known = [each.address for each in self.hosts if each.alive and each is not host]
+        known = [each.address for each in self.hosts if each.alive]
+        known = known or [each.address for each in self.hosts[:1]]
         self.hosts.append(host)
         self.log("host", card.id)
         if founder:
@@ -283,7 +286,7 @@ class World:
             if event.generation.number == 1 and host.id not in self._first():
                 old = [each for each in self.hosts if each.alive and each.member._known.number]
                 parted = any("cut" in fault or "part" in fault for fault in self.faults)
-                if parted or old == [host]:
+                if parted or old == [host] or self.oracle.finished:
                     raise Over
             self.oracle.installed(host.id, event.generation.encode(), event.ranks)
             for number in event.ranks:

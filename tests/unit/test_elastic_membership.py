@@ -177,3 +177,76 @@ def test_a_job_is_finished_whatever_is_decided_meanwhile(who: str) -> None:
     agents.still.clear()
     agents.run(0.5)
     assert [agents.events[name][-1] for name in "abc"] == [Finished()] * 3
+
+
+def make(name: str, address: str, job: str = "") -> Member:
+    card = HostCard(name, f"{address}:1", f"{address}:2")
+    return Member(card, minimum=1, maximum=8, lost_after=1.0, patience=5.0, job=job)
+
+
+def talk(now: float, **members: Member) -> int:
+    """Deliver what members at these addresses say, until they are silent; returns how much."""
+    count = 0
+    while sent := [(w, *each) for w, member in members.items() for each in member.take_outbox()]:
+        count += len(sent)
+        for where, address, message in sent:
+            if address[0] in members:
+                members[address[0]].receive(f"{where}:1", message, now)
+    return count
+
+
+def test_who_joins_goes_with_a_founder_that_is_started_again_before_the_job_begins() -> None:
+    first, second, guest = make("1", "a", "job 1"), make("2", "a", "job 2"), make("3", "b")
+    first.found(2, 0.0)
+    guest.join(["a:1"], 0.0)
+    talk(0.0, a=first, b=guest)
+    assert guest.job == "job 1"
+    second.found(2, 0.1)
+    guest.seat_ready(0, 0.1)
+    second.seat_ready(0, 0.1)
+    talk(0.1, a=second, b=guest)
+    assert guest.job == second.job == "job 2"
+    assert second.generation is not None
+    assert guest.generation == second.generation
+    first.tick(0.2)
+    talk(0.2, a=first, b=guest)  # what was long on its way
+    assert guest.job == "job 2"
+
+
+def test_who_founds_a_job_that_goes_on_joins_it_and_takes_its_guests_along() -> None:
+    agents = Agents("abc")
+    again, guest = make("a2", "a", "job 2"), make("d", "d")
+    agents.members |= {"a": again, "d": guest}
+    agents.events["d"] = []
+    agents.still = {"b", "c"}
+    again.found(3, agents.now)
+    guest.join(["a:1"], agents.now)
+    agents.run(0.1)
+    assert guest.job == "job 2"
+    agents.still.clear()
+    for member in (again, guest):
+        member.seat_ready(0, agents.now)
+    agents.run(2)
+    assert {member.job for member in agents.members.values()} == {"job"}
+    newest = agents.members["b"].generation
+    assert newest is not None
+    assert {card.id for card in newest.hosts} == {"a2", "b", "c", "d"}
+    assert all(member.generation == newest for member in agents.members.values())
+
+
+@pytest.mark.parametrize("ends", [False, True])
+def test_a_job_that_has_begun_or_begins_after_another_stays_apart_from_it(ends: bool) -> None:
+    one, other = make("1", "a", "job 1"), make("2", "b", "job 2")
+    for member in (one, other):
+        if member is one or not ends:
+            member.seat_ready(0, 0.0)
+        member.found(1, 0.0)
+    if ends:
+        one.seat_finished(0, 1, 0.0)
+    talk(0.0, a=one, b=other)
+    for member, address in ((one, "b:1"), (other, "a:1")):
+        member._mail.to_address(address)
+    assert talk(0.1, a=one, b=other) <= 4
+    assert (one.job, other.job) == ("job 1", "job 2")
+    assert other._peers.reports() == one._peers.reports() == {}
+    assert not other.finished
