@@ -17,7 +17,7 @@ from fsdpcore.elastic.decree import Decree
 from fsdpcore.elastic.events import Change, Event, Finished, Install, Note, Stop
 from fsdpcore.elastic.generation import Generation, HostCard
 from fsdpcore.elastic.here import Here
-from fsdpcore.elastic.mail import Mail, Message
+from fsdpcore.elastic.mail import Letter, Mail, Message
 from fsdpcore.elastic.paxos import Witness
 from fsdpcore.elastic.peers import Peers
 from fsdpcore.elastic.reports import Report, Terms
@@ -170,9 +170,10 @@ class Member:
         """Take in a message of another agent; what cannot be one is ignored."""
         self._peers.catch_up(now)
         try:
-            self._take_in(source, message, now)
-        except (KeyError, TypeError, ValueError, IndexError, AttributeError):
+            letter = Letter.decode(message)
+        except (LookupError, TypeError, ValueError, OverflowError, AttributeError):
             return
+        self._take_in(source, letter, now)
         self._review(now)
 
     def tick(self, now: float) -> None:
@@ -199,29 +200,26 @@ class Member:
 
     # What comes in.
 
-    def _take_in(self, source: str, message: Message, now: float) -> None:
-        job, sequence = str(message["job"]), int(message["sequence"])
-        report = Report.decode(message["report"])
+    def _take_in(self, source: str, letter: Letter, now: float) -> None:
+        report, ballot = letter.report, letter.ballot
         if self.stopped or report.card == self._card or report.card.address != source:
             return
-        decided = message.get("decided")
-        if not self._is_ours(job, report, now):
+        if not self._is_ours(letter.job, report, now):
             if self._can_correct(report):
                 self._mail.to_address(source)
             return
-        is_new = self._peers.note(report, sequence, now)
+        is_new = self._peers.note(report, letter.sequence, now)
         if report.is_of_job and not self._known.number:
             self._adopt(report.terms)
-        if decided:
-            self._learn(Generation.decode(decided), now)
+        if letter.decided:
+            self._learn(letter.decided, now)
         if report.finished:
             self._finish()
-        number = message.get("number")
-        if number is not None and number == self._known.number + 1 and self._term:
+        if ballot and ballot["number"] == self._known.number + 1 and self._term:
             if self.finished:  # nothing is decided any more
                 self._mail.to(report.card.id)
             else:
-                for host, answer in self._term.decree.receive(report.card.id, message):
+                for host, answer in self._term.decree.receive(report.card.id, ballot):
                     self._mail.to(host, answer)
         elif is_new and report.generation < self._known.number:
             self._mail.to(report.card.id)

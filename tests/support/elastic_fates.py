@@ -11,7 +11,7 @@ from support.elastic_oracle import Wrong
 from support.elastic_world import FAULTS_LAST, LOST_AFTER, SETTLES, Host, Over, World
 
 from fsdpcore.elastic.decree import Decree
-from fsdpcore.elastic.membership import Member
+from fsdpcore.elastic.mail import Letter
 
 # Seconds in which a link that is cut one way is noticed on both sides, and decided upon.
 FINDS_OUT = 4 * LOST_AFTER
@@ -76,17 +76,17 @@ def play(seed: int) -> Played:
             world.oracle.voted(self._me, self.number, ballot, message["value"])
         return found
 
-    take_in = Member._take_in
+    decode = Letter.decode
 
-    def taken_in(self: Any, *args: Any) -> None:
+    def decoded(message: Any) -> Letter:
         try:
-            take_in(self, *args)
+            return decode(message)
         except Exception as error:
             raise Wrong(f"a message is not understood: {error!r}") from error
 
     with (
         mock.patch.object(Decree, "_answer", voted),
-        mock.patch.object(Member, "_take_in", taken_in),
+        mock.patch.object(Letter, "decode", decoded),
     ):
         try:
             _run(world)

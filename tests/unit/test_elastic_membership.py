@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from random import Random
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -13,6 +14,7 @@ from fsdpcore.elastic.events import Finished, Install, Stop
 from fsdpcore.elastic.generation import Generation, HostCard, Seat
 from fsdpcore.elastic.here import Here
 from fsdpcore.elastic.membership import Member
+from fsdpcore.elastic.peers import Peers
 from fsdpcore.elastic.reports import Report
 from fsdpcore.elastic.succession import View, left_out, newcomers, wished
 
@@ -179,6 +181,11 @@ def test_a_job_is_finished_whatever_is_decided_meanwhile(who: str) -> None:
     assert [agents.events[name][-1] for name in "abc"] == [Finished()] * 3
 
 
+def _generation(member: Member) -> Generation:
+    assert member.generation is not None
+    return member.generation
+
+
 def make(name: str, address: str, job: str = "") -> Member:
     card = HostCard(name, f"{address}:1", f"{address}:2")
     return Member(card, minimum=1, maximum=8, lost_after=1.0, patience=5.0, job=job)
@@ -206,8 +213,7 @@ def test_who_joins_goes_with_a_founder_that_is_started_again_before_the_job_begi
     second.seat_ready(0, 0.1)
     talk(0.1, a=second, b=guest)
     assert guest.job == second.job == "job 2"
-    assert second.generation is not None
-    assert guest.generation == second.generation
+    assert guest.generation == _generation(second)
     first.tick(0.2)
     talk(0.2, a=first, b=guest)  # what was long on its way
     assert guest.job == "job 2"
@@ -228,10 +234,42 @@ def test_who_founds_a_job_that_goes_on_joins_it_and_takes_its_guests_along() -> 
         member.seat_ready(0, agents.now)
     agents.run(2)
     assert {member.job for member in agents.members.values()} == {"job"}
-    newest = agents.members["b"].generation
-    assert newest is not None
+    newest = _generation(agents.members["b"])
     assert {card.id for card in newest.hosts} == {"a2", "b", "c", "d"}
     assert all(member.generation == newest for member in agents.members.values())
+
+
+@pytest.mark.parametrize(
+    "harm",
+    [
+        {"report": {}},
+        {"sequence": None},
+        {"decided": {"number": 7}},
+        {"number": float("inf")},
+        {"ballot": [1]},
+        {"kind": "elect"},
+        {"value": {"number": 2}},
+    ],
+)
+def test_what_is_no_message_is_ignored_as_a_whole(harm: dict[str, Any]) -> None:
+    agents = Agents("ab")
+    a, b = (agents.members[name] for name in "ab")
+    b.seat_ready(1, agents.now)
+    (_, message), *_ = b.take_outbox()
+    value = _generation(a).encode()
+    message |= {"kind": "accept", "number": 2, "ballot": [1, "b"], "value": value}
+    before = a._peers.reports()
+    a.receive(CARDS["b"].address, {**message, **harm}, agents.now)
+    assert a._peers.reports() == before
+    a.receive(CARDS["b"].address, message, agents.now)
+    assert a._peers.reports() != before
+
+
+def test_errors_of_its_own_are_not_taken_for_those_of_a_message() -> None:
+    agents = Agents("ab")
+    agents.members["b"].seat_ready(1, agents.now)
+    with mock.patch.object(Peers, "note", side_effect=KeyError), pytest.raises(KeyError):
+        agents.deliver()
 
 
 @pytest.mark.parametrize("ends", [False, True])
