@@ -381,7 +381,10 @@ class Member:
 
     def _wait(self, now: float) -> None:
         """Wait to be taken along."""
-        patience, found = self._limits.patience, bool(self._peers.of_job(now))
+        patience, found = self._limits.patience, self._peers.of_job(now)
+        if why := self._other_witness(found):
+            self._stop(why)
+            return
         if self._waits_since is None or found:
             self._waits_since = now
         where = ", ".join([card.address for card in self._known.hosts] or self._addresses)
@@ -392,6 +395,20 @@ class Member:
         else:
             self._note_waiting(f"no agent of the job has answered at {where}", now)
         self._wake_at(self._waits_since + patience)
+
+    def _other_witness(self, found: Sequence[Report]) -> str:
+        """Why the job will never take this host along; empty if nothing says so."""
+        own = self._witness.id if self._witness else ""
+        theirs = {report.witness for report in found if report.founder == self._founder}
+        if not theirs or own in theirs:
+            return ""
+        if not own:
+            what = "the job has a witness, and this host has none"
+        elif theirs == {""}:
+            what = "the job has no witness, and this host has one"
+        else:
+            what = "the job has another witness file than this host"
+        return f"{what}: --witness must name the same file on all hosts"
 
     def _lead(self, term: Term, now: float) -> None:
         """See to it that the next generation comes when it must."""
