@@ -164,3 +164,16 @@ def test_a_host_joins_again_though_the_disk_of_the_witness_is_gone(tmp_path: Pat
     (one, first), (other, second) = made
     assert one != other
     assert first._describe(0.0).witness == second._describe(0.0).witness != ""
+
+
+def test_who_was_killed_and_does_not_end_is_not_killed_again_and_again(
+    playing: list[Played],
+) -> None:
+    played = Played(1, maximum=1)
+    playing.append(played)
+    (process,), (seat,) = played.processes, played.seats.living
+    process.obeys, seat.kill_at = False, time.monotonic()
+    for _ in range(3):
+        played.step()
+    assert process.signals == [signal.SIGKILL]
+    assert seat.kill_at is None
