@@ -353,7 +353,7 @@ class Agent:
         if self._seats.living:
             return None
         if self._interrupted:
-            if self._others() and self._stopped is None and time.monotonic() < self._votes_until:
+            if self._votes() and self._stopped is None and time.monotonic() < self._votes_until:
                 return None
             return interrupted(self._interrupted, "the ranks of this host were stopped")
         if self._finished:
@@ -369,12 +369,12 @@ class Agent:
         if generation.weight(self._id) == 0:
             return self._gone(f"the job goes on without it as generation {generation.number}")
         # The others need the vote of this host; who is alone has nobody to wait for.
-        return None if self._others() else self._gone("no rank is left")
+        return None if self._votes() else self._gone("no rank is left")
 
-    def _others(self) -> bool:
-        """Whether other hosts have ranks in the generation."""
-        generation = self._generation
-        return generation is not None and any(card.id != self._id for card in generation.hosts)
+    def _votes(self) -> bool:
+        """Whether other hosts may need the vote of this one: both have ranks in the generation."""
+        hosts = {card.id for card in self._generation.hosts} if self._generation else set()
+        return self._id in hosts and len(hosts) > 1
 
     def _gone(self, why: str) -> ScriptExit:
         """How it came out where the job has not ended its program with the ranks of this host."""

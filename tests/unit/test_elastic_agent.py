@@ -15,7 +15,7 @@ from unittest import mock
 import pytest
 
 from fsdpcore.elastic.agent import Agent
-from fsdpcore.elastic.generation import HostCard
+from fsdpcore.elastic.generation import Generation, HostCard, Seat
 from fsdpcore.elastic.host import AgentShare, run_host
 from fsdpcore.elastic.membership import Member
 from fsdpcore.elastic.seats import Seats
@@ -177,3 +177,18 @@ def test_who_was_killed_and_does_not_end_is_not_killed_again_and_again(
         played.step()
     assert process.signals == [signal.SIGKILL]
     assert seat.kill_at is None
+
+
+def test_an_interrupted_agent_stays_as_long_as_others_need_its_vote(playing: list[Played]) -> None:
+    played = Played(1, maximum=1)
+    playing.append(played)
+    other = HostCard("b", "b:1", "b:2")
+    both = (Seat("a", 0), Seat("b", 0))
+    played.member._learn(Generation(2, (CARD, other), both), time.monotonic())
+    played.step(signal.SIGINT)
+    played.processes[0].end(-signal.SIGINT)
+    played.step()
+    assert played.agent._ending() is None
+    played.member._learn(Generation(3, (other,), both[1:]), time.monotonic())
+    played.step()
+    assert played.agent._ending() is not None
