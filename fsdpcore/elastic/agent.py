@@ -245,7 +245,8 @@ class Agent:
         if seat.missed:
             return
         seat.missed = True
-        if again and self._restarts > 0 and not self._finished and not self._leaving:
+        goes = self._finished or self._leaving or self._interrupted
+        if again and self._restarts > 0 and not goes:
             self._restarts -= 1
             self._say(f"a rank is started again ({self._restarts} restarts left)")
             self._start()

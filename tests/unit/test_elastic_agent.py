@@ -192,3 +192,12 @@ def test_an_interrupted_agent_stays_as_long_as_others_need_its_vote(playing: lis
     played.member._learn(Generation(3, (other,), both[1:]), time.monotonic())
     played.step()
     assert played.agent._ending() is not None
+
+
+def test_an_interrupted_agent_starts_nothing_again(playing: list[Played]) -> None:
+    played = Played(1, maximum=1, restarts=1)
+    playing.append(played)
+    played.step(signal.SIGINT)
+    played.processes[0].tell("failed", reason="it was interrupted")
+    played.step()
+    assert len(played.processes) == 1
