@@ -178,7 +178,6 @@ class Member:
 
     def tick(self, now: float) -> None:
         """Do what is due."""
-        self._peers.catch_up(now)
         self._review(now)
 
     def next_tick(self) -> float:
@@ -347,6 +346,7 @@ class Member:
 
     def _review(self, now: float) -> None:
         """Look at everything again: who is lost, who comes, what can be decided."""
+        self._peers.catch_up(now)
         self._wake = now + self._limits.lost_after
         if not self.stopped and not self.finished:
             if self._term:

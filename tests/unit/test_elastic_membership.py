@@ -134,6 +134,13 @@ def test_an_agent_that_stood_still_does_not_blame_the_others() -> None:
     assert member._peers.linked(agents.now) == {"a", "b", "c"}
 
 
+def test_what_its_ranks_say_first_makes_an_agent_that_stood_still_blame_nobody() -> None:
+    agents = Agents("abc")
+    agents.now += 10
+    agents.members["a"].seat_started(1, agents.now)
+    assert agents.members["a"]._peers.linked(agents.now) == {"a", "b", "c"}
+
+
 def test_who_was_lost_is_told_where_it_was() -> None:
     agents = Agents("abc")
     agents.still.add("c")
