@@ -170,6 +170,7 @@ class Agent:
         if now >= self._member.next_tick():
             self._member.tick(now)
         self._carry_out()
+        self._let_waiting_go()
         self._warn_of_strangers()
         self._seats.kill_late(now)
 
@@ -185,6 +186,14 @@ class Agent:
             for event in events:
                 self._handle_event(event)
         self._send()
+
+    def _let_waiting_go(self) -> None:
+        """Let those go that are to leave and have nothing to hand over: no generation has them."""
+        for seat in self._seats.living:
+            if seat.leaves and seat.ready and seat.rank is None and not seat.ended_well:
+                seat.let_go({"kind": "left"})
+                self._miss(seat, again=False)
+                self._carry_out()
 
     def _send(self) -> None:
         for address, message in self._member.take_outbox():
@@ -236,7 +245,8 @@ class Agent:
         if seat.missed:
             return
         seat.missed = True
-        if again and self._restarts > 0 and not self._finished and not self._leaving:
+        goes = self._finished or self._leaving or self._interrupted
+        if again and self._restarts > 0 and not goes:
             self._restarts -= 1
             self._say(f"a rank is started again ({self._restarts} restarts left)")
             self._start()
@@ -344,7 +354,7 @@ class Agent:
         if self._seats.living:
             return None
         if self._interrupted:
-            if self._others() and self._stopped is None and time.monotonic() < self._votes_until:
+            if self._votes() and self._stopped is None and time.monotonic() < self._votes_until:
                 return None
             return interrupted(self._interrupted, "the ranks of this host were stopped")
         if self._finished:
@@ -360,12 +370,12 @@ class Agent:
         if generation.weight(self._id) == 0:
             return self._gone(f"the job goes on without it as generation {generation.number}")
         # The others need the vote of this host; who is alone has nobody to wait for.
-        return None if self._others() else self._gone("no rank is left")
+        return None if self._votes() else self._gone("no rank is left")
 
-    def _others(self) -> bool:
-        """Whether other hosts have ranks in the generation."""
-        generation = self._generation
-        return generation is not None and any(card.id != self._id for card in generation.hosts)
+    def _votes(self) -> bool:
+        """Whether other hosts may need the vote of this one: both have ranks in the generation."""
+        hosts = {card.id for card in self._generation.hosts} if self._generation else set()
+        return self._id in hosts and len(hosts) > 1
 
     def _gone(self, why: str) -> ScriptExit:
         """How it came out where the job has not ended its program with the ranks of this host."""

@@ -23,6 +23,30 @@ _GRACE = 0.2  # seconds for which a proposer waits for those who don't answer
 _RETRY = 0.5  # seconds after which it begins anew
 
 
+def read_ballot_message(content: Message) -> Message:
+    """A message for ``Decree.receive`` that was values of JSON meanwhile.
+
+    Raises:
+        LookupError, TypeError, ValueError, OverflowError: it is something else.
+    """
+    kind = str(content["kind"])
+    found: Message = {"kind": kind, "number": int(content["number"])}
+    found["ballot"] = read_ballot(content["ballot"])
+    if kind == "accept":
+        found["value"] = Generation.decode(content["value"]).encode()
+    elif kind in ("promised", "accepted"):
+        accepted = content["accepted"]
+        found["granted"] = bool(content["granted"])
+        found["promised"] = read_ballot(content["promised"])
+        found["accepted"] = accepted and (
+            read_ballot(accepted[0]),
+            Generation.decode(accepted[1]).encode(),
+        )
+    elif kind != "prepare":
+        raise ValueError(f"no message on a ballot: {kind}")
+    return found
+
+
 class Decree:
     """One agent's part in the decision on one generation: it votes, and may propose.
 
@@ -93,17 +117,15 @@ class Decree:
         self._proposer = None
 
     def receive(self, source: str, message: Message) -> list[tuple[str, Message]]:
-        """Take in a message of an agent of the generation before."""
-        kind, ballot = message["kind"], read_ballot(message["ballot"])
+        """Take in a message of an agent of the generation before: see ``read_ballot_message``."""
+        kind, ballot = message["kind"], message["ballot"]
         if source not in self._weights:
             return []
         if kind in ("prepare", "accept"):
             return [(source, self._answer(kind, ballot, message))]
-        self._highest = max(self._highest, read_ballot(message["promised"]))
+        self._highest = max(self._highest, message["promised"])
         if self._proposer and ballot == self._proposer.ballot:
-            accepted = message.get("accepted")
-            found = (read_ballot(accepted[0]), dict(accepted[1])) if accepted else None
-            self._note(source, kind, Answer(message["granted"], self._highest, found))
+            self._note(source, kind, Answer(message["granted"], self._highest, message["accepted"]))
         return []
 
     def step(
@@ -154,7 +176,7 @@ class Decree:
     def _ask(self, message: Message) -> list[tuple[str, Message]]:
         """Ask all the others, and this agent's own acceptor."""
         assert self._proposer is not None
-        message |= {"number": self.number, "ballot": [*self._proposer.ballot]}
+        message |= {"number": self.number, "ballot": self._proposer.ballot}
         own = self._answer(message["kind"], self._proposer.ballot, message)
         self.receive(self._me, own)
         return [(voter, message) for voter in self._weights if voter != self._me]
@@ -168,10 +190,10 @@ class Decree:
         return {
             "kind": "promised" if kind == "prepare" else "accepted",
             "number": self.number,
-            "ballot": [*ballot],
+            "ballot": ballot,
             "granted": answer.granted,
-            "promised": [*answer.promised],
-            "accepted": answer.accepted and [[*answer.accepted[0]], answer.accepted[1]],
+            "promised": answer.promised,
+            "accepted": answer.accepted,
         }
 
     def _ask_witness(self, proposer: Proposer) -> None:

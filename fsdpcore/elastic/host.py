@@ -13,6 +13,7 @@ from fsdpcore.core.errors import RendezvousError
 from fsdpcore.elastic.agent import Agent
 from fsdpcore.elastic.generation import HostCard
 from fsdpcore.elastic.membership import Member
+from fsdpcore.elastic.paxos import Witness
 from fsdpcore.elastic.seats import Seats
 from fsdpcore.elastic.witness import FileWitness
 from fsdpcore.launch import secret
@@ -91,6 +92,7 @@ def run_host(
         ConfigError: the job needs a secret, or the file of the witness cannot be used.
         RendezvousError: the address cannot be listened at.
     """
+    witness = FileWitness(share.witness) if share.witness else None
     with contextlib.closing(_links(share, config)) as links, contextlib.ExitStack() as stack:
         if not share.join:
             say(
@@ -111,8 +113,9 @@ def run_host(
         shared[f"{PREFIX}BLAS_THREADS"] = str(threads_per_rank(config, share.count))
         start = Starter(command, shared, output, pipes, rank_0_reads=False)
         seats = Seats(start, listener.fileno(), names)
+        meeting = meeting_point(listener)
         agent = Agent(
-            functools.partial(_member, share, config, links.address, meeting_point(listener)),
+            functools.partial(_member, share, config, witness, links.address, meeting),
             links,
             seats,
             token=share.token,
@@ -137,7 +140,13 @@ def _links(share: AgentShare, config: Config) -> AgentLinks:
 
 
 def _member(
-    share: AgentShare, config: Config, address: str, meeting: str, others: Sequence[str], job: str
+    share: AgentShare,
+    config: Config,
+    witness: Witness | None,
+    address: str,
+    meeting: str,
+    others: Sequence[str],
+    job: str,
 ) -> tuple[str, Member]:
     """A member with a new id; it joins at ``others`` and those of ``share``, or founds the job."""
     join = list(dict.fromkeys([*others, *share.join]))
@@ -149,7 +158,7 @@ def _member(
         lost_after=share.lost_after,
         patience=config.rendezvous_timeout,
         job=job or ("" if join else secret.new_job()),
-        witness=FileWitness(share.witness) if share.witness else None,
+        witness=witness,
         seed=int(card.id, 16),
     )
     now = time.monotonic()

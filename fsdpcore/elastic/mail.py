@@ -2,12 +2,50 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
+from fsdpcore.elastic.decree import read_ballot_message
+from fsdpcore.elastic.generation import Generation
 from fsdpcore.elastic.peers import Peers
 from fsdpcore.elastic.reports import Report
 
 Message = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Letter:
+    """What a message says.
+
+    Attributes:
+        job: of the sender; empty if it does not know it.
+        sequence: grows with every message of a sender.
+        report: what the sender says of itself.
+        decided: the newest generation, if the receiver may not know it.
+        ballot: on the next generation, for a ``Decree``; None if it is about none.
+    """
+
+    job: str
+    sequence: int
+    report: Report
+    decided: Generation | None
+    ballot: Message | None
+
+    @classmethod
+    def decode(cls, message: Message) -> Letter:
+        """Read what ``Mail`` has made.
+
+        Raises:
+            LookupError, TypeError, ValueError, OverflowError, AttributeError: it is something else.
+        """
+        decided = message.get("decided")
+        return cls(
+            str(message["job"]),
+            int(message["sequence"]),
+            Report.decode(message["report"]),
+            Generation.decode(decided) if decided else None,
+            read_ballot_message(message) if message.get("number") is not None else None,
+        )
 
 
 class Mail:

@@ -17,13 +17,14 @@ from fsdpcore.elastic.decree import Decree
 from fsdpcore.elastic.events import Change, Event, Finished, Install, Note, Stop
 from fsdpcore.elastic.generation import Generation, HostCard
 from fsdpcore.elastic.here import Here
-from fsdpcore.elastic.mail import Mail, Message
+from fsdpcore.elastic.mail import Letter, Mail, Message
 from fsdpcore.elastic.paxos import Witness
 from fsdpcore.elastic.peers import Peers
 from fsdpcore.elastic.reports import Report, Terms
 from fsdpcore.elastic.succession import View, successor
 from fsdpcore.elastic.term import SILENT_SECONDS, Limits, Term
 
+_MOST_LOST = 32  # addresses that are tried again; each costs an agent a connection
 _NONE = Generation(0, (), ())
 
 
@@ -40,7 +41,8 @@ class Member:
         maximum: ranks that it has at most; the other seats wait.
         lost_after: seconds of silence after which an agent is lost.
         patience: seconds for which a decision, or enough ranks, are waited for.
-        job: messages of other jobs are ignored; empty takes the first that answers.
+        job: messages of other jobs are ignored, unless this one has not begun and that may be why:
+            see ``_goes_over``. Empty takes the first that answers.
         witness: what decides where two halves of a job cannot reach each other.
         seed: of what is left to chance.
 
@@ -76,7 +78,7 @@ class Member:
         self._founder = ""
         self._hosts = 0  # that a founder waits for
         self._addresses: tuple[str, ...] = ()
-        self._lost: dict[str, None] = {}  # where agents were that may be started again
+        self._lost: list[str] = []  # where agents were that may be started again, the newest first
         self._term: Term | None = None  # of ``generation``
         self._report = Report(card)
         self._told: Report | None = None  # what the others were told last
@@ -168,14 +170,14 @@ class Member:
         """Take in a message of another agent; what cannot be one is ignored."""
         self._peers.catch_up(now)
         try:
-            self._take_in(source, message, now)
-        except (KeyError, TypeError, ValueError, IndexError, AttributeError):
+            letter = Letter.decode(message)
+        except (LookupError, TypeError, ValueError, OverflowError, AttributeError):
             return
+        self._take_in(source, letter, now)
         self._review(now)
 
     def tick(self, now: float) -> None:
         """Do what is due."""
-        self._peers.catch_up(now)
         self._review(now)
 
     def next_tick(self) -> float:
@@ -197,42 +199,63 @@ class Member:
 
     # What comes in.
 
-    def _take_in(self, source: str, message: Message, now: float) -> None:
-        job, sequence = str(message["job"]), int(message["sequence"])
-        report = Report.decode(message["report"])
-        if self.stopped or (self.job and job and job != self.job) or report.card == self._card:
+    def _take_in(self, source: str, letter: Letter, now: float) -> None:
+        report, ballot = letter.report, letter.ballot
+        if self.stopped or report.card == self._card or report.card.address != source:
             return
-        decided = message.get("decided")
-        if not self._is_ours(report, source) or report.card.address != source:
+        if not self._is_ours(letter.job, report, now):
+            if self._can_correct(report):
+                self._mail.to_address(source)
             return
-        self.job = self.job or job
-        is_new = self._peers.note(report, sequence, now)
+        is_new = self._peers.note(report, letter.sequence, now)
         if report.is_of_job and not self._known.number:
             self._adopt(report.terms)
-        if decided:
-            self._learn(Generation.decode(decided), now)
+        if letter.decided:
+            self._learn(letter.decided, now)
         if report.finished:
             self._finish()
-        number = message.get("number")
-        if number is not None and number == self._known.number + 1 and self._term:
+        if ballot and ballot["number"] == self._known.number + 1 and self._term:
             if self.finished:  # nothing is decided any more
                 self._mail.to(report.card.id)
             else:
-                for host, answer in self._term.decree.receive(report.card.id, message):
+                for host, answer in self._term.decree.receive(report.card.id, ballot):
                     self._mail.to(host, answer)
         elif is_new and report.generation < self._known.number:
             self._mail.to(report.card.id)
 
-    def _is_ours(self, report: Report, source: str) -> bool:
-        """Whether an agent is of the same job as this one; take its job if this has none."""
-        if not report.founder or report.founder == self._founder:
-            return True
-        if self._known.number or (self._hosts and not report.generation):
-            return False
-        # Who founds a job that goes on already joins it: its agent was started again.
-        self._founder, self._hosts = report.founder, 0
-        self._addresses = tuple(dict.fromkeys((*self._addresses, source)))
+    def _is_ours(self, job: str, report: Report, now: float) -> bool:
+        """Whether an agent is of the same job as this one, which may take it for its own."""
+        pairs = (job, self.job), (report.founder, self._founder)
+        if any(theirs and own and theirs != own for theirs, own in pairs):
+            if not self._goes_over(report, now):
+                return False
+            self.job, self._hosts = "", 0
+            self._founder = ""
+        self.job = self.job or job
+        if report.founder and not self._founder:
+            self._founder = report.founder
+            self._addresses = tuple(dict.fromkeys((*self._addresses, report.card.address)))
         return True
+
+    def _goes_over(self, report: Report, now: float) -> bool:
+        """Whether this agent leaves what it asks, or founds, for another job.
+
+        It does not once it knows a generation: two jobs that go on never become one.
+        """
+        if self._known.number or report.finished:
+            return False
+        if self._hosts:  # a job goes on whose founder was started again: that joins it
+            return report.member
+        if any(each.generation for each in self._peers.of_job(now)):
+            return False
+        # Its founder was started again before the job began, or has gone over itself.
+        return report.is_of_job or report.card.id == self._founder
+
+    def _can_correct(self, report: Report) -> bool:
+        """Whether an agent of another job should hear of this one, to go over: it has not begun."""
+        founds = report.founder == report.card.id
+        own = self.generation is not None if founds else self._report.is_of_job
+        return own and not report.generation
 
     def _adopt(self, terms: Terms) -> None:
         """Keep to what the job does, where this host was told otherwise."""
@@ -282,20 +305,22 @@ class Member:
         if decided.number <= self._known.number or self.finished:
             return
         before, me = self.generation, self._card.id
+        there = {card.address for card in decided.hosts}
         known = [card.address for card in self._known.hosts]
-        self._lost |= dict.fromkeys([*self._addresses, *known])
+        lost = dict.fromkeys([*known, *self._lost, *self._addresses])
+        self._lost = [address for address in lost if address not in there][:_MOST_LOST]
         self._unmet = 0 if self._here.joined or not before else self._unmet + 1
         ranks = decided.ranks(me)
         old = before.ranks(me) if before else ()
         dropped = tuple(n for n in old if n not in ranks and n in self._here.ready)
-        lost = [number for number in dropped if number not in self._here.leaving]
+        behind = [number for number in dropped if number not in self._here.leaving]
         apart = {card.id for card in decided.hosts} - self._peers.linked(now)
         self._here.install(dropped)
         self._peers.install(decided, now)
         self._waits_since = self._term = self.generation = None
         if ranks:
             self.generation, self._term = decided, self._new_term(decided)
-        elif lost and apart:
+        elif behind and apart:
             self._stop(
                 f"the job goes on without this host as generation {decided.number}: "
                 f"{decided.reason}",
@@ -321,6 +346,7 @@ class Member:
 
     def _review(self, now: float) -> None:
         """Look at everything again: who is lost, who comes, what can be decided."""
+        self._peers.catch_up(now)
         self._wake = now + self._limits.lost_after
         if not self.stopped and not self.finished:
             if self._term:
@@ -355,7 +381,10 @@ class Member:
 
     def _wait(self, now: float) -> None:
         """Wait to be taken along."""
-        patience, found = self._limits.patience, self._peers.hears_job(now)
+        patience, found = self._limits.patience, self._peers.of_job(now)
+        if why := self._other_witness(found):
+            self._stop(why)
+            return
         if self._waits_since is None or found:
             self._waits_since = now
         where = ", ".join([card.address for card in self._known.hosts] or self._addresses)
@@ -366,6 +395,20 @@ class Member:
         else:
             self._note_waiting(f"no agent of the job has answered at {where}", now)
         self._wake_at(self._waits_since + patience)
+
+    def _other_witness(self, found: Sequence[Report]) -> str:
+        """Why the job will never take this host along; empty if nothing says so."""
+        own = self._witness.id if self._witness else ""
+        theirs = {report.witness for report in found if report.founder == self._founder}
+        if not theirs or own in theirs:
+            return ""
+        if not own:
+            what = "the job has a witness, and this host has none"
+        elif theirs == {""}:
+            what = "the job has no witness, and this host has one"
+        else:
+            what = "the job has another witness file than this host"
+        return f"{what}: --witness must name the same file on all hosts"
 
     def _lead(self, term: Term, now: float) -> None:
         """See to it that the next generation comes when it must."""

@@ -88,9 +88,10 @@ class Peers:
         }
         return frozenset(heard - {self._me})
 
-    def hears_job(self, now: float) -> bool:
-        """Whether something comes from an agent that can take others along."""
-        return any(self._peers[host].report.is_of_job for host in self.hears(now) & {*self._peers})
+    def of_job(self, now: float) -> list[Report]:
+        """What those agents say that can take others along, and that are heard."""
+        heard = [self._peers[host].report for host in self.hears(now) & {*self._peers}]
+        return [report for report in heard if report.is_of_job]
 
     def linked(self, now: float) -> frozenset[str]:
         """This agent, and those that it hears and that hear it."""

@@ -156,6 +156,7 @@ class Seats:
         for seat in self.living:
             if seat.kill_at is not None and seat.kill_at <= now:
                 seat.process.signal(signal.SIGKILL)
+                seat.kill_at = None
 
     def wait(self, others: list[int], seconds: float) -> None:
         """Wait until a process ends or says something, or one of ``others`` is readable."""

@@ -102,6 +102,12 @@ def is_paused(view: View) -> bool:
     )
 
 
+def has_majority(view: View) -> bool:
+    """Whether hosts of more than half of the ranks are within reach."""
+    weights = {card.id: view.generation.weight(card.id) for card in view.generation.hosts}
+    return has_quorum(weights, view.linked)
+
+
 def left_out(view: View) -> dict[Seat, str]:
     """Which seats cannot be in the next generation, and why."""
     out = dict.fromkeys(ended(view), "has ended")
@@ -279,10 +285,9 @@ def _name(generation: Generation, seat: Seat) -> str:
 def undecided(view: View, patience: float, witness: Witness | None) -> str:
     """Why the agents have come to no decision, in words."""
     generation = view.generation
-    weights = {card.id: generation.weight(card.id) for card in generation.hosts}
-    if has_quorum(weights, view.linked):
+    if has_majority(view):
         return f"the agents could not decide within {patience:g} s how the job goes on"
-    here = sum(weights[host] for host in weights.keys() & view.linked)
+    here = sum(seat.host in view.linked for seat in generation.seats)
     silent = [card.address for card in generation.hosts if card.id not in view.linked]
     half = 2 * here == len(generation.seats)
     hint = " (a witness would decide between two halves)" if half and not witness else ""

@@ -13,6 +13,7 @@ from fsdpcore.elastic.reports import Terms
 from fsdpcore.elastic.succession import (
     View,
     ended,
+    has_majority,
     is_disturbed,
     is_paused,
     successor,
@@ -144,12 +145,13 @@ class Term:
             return ""
         there = f"{left} {'rank is' if left == 1 else 'ranks are'} left"
         few = f"{there}, and the job needs {limits.minimum}: {following.reason}"
-        if late and left < limits.minimum:
+        # Who reaches no majority does not know how many are left elsewhere.
+        lacks = left < limits.minimum and has_majority(view)
+        if late and lacks:
             return Stop(few)
         if late:
             return Stop(undecided(view, limits.patience, self._witness), goes_on=True)
-        undone = undecided(view, SILENT_SECONDS, self._witness)
-        return limits.waiting(few if left < limits.minimum else undone)
+        return limits.waiting(few if lacks else undecided(view, SILENT_SECONDS, self._witness))
 
     def _wake_at(self, time: float) -> None:
         self.wake = min(self.wake, time)

@@ -59,6 +59,7 @@ class _Gathering:
 
     ranks: list[Transport]
     came: set[int] = field(default_factory=set)
+    went: int = 0
 
 
 class Gatherings:
@@ -90,6 +91,11 @@ class Gatherings:
             while len(found.came) < place.world_size:
                 if why := place.given_up():
                     found.came.discard(place.rank)
+                    if not found.came:
+                        self._gatherings.pop(place.job, None)
                     raise RendezvousError(why)
                 self._news.wait(_LOOK_SECONDS)
+            found.went += 1
+            if found.went == place.world_size:
+                del self._gatherings[place.job]
             return found.ranks[place.rank]

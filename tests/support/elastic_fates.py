@@ -11,7 +11,7 @@ from support.elastic_oracle import Wrong
 from support.elastic_world import FAULTS_LAST, LOST_AFTER, SETTLES, Host, Over, World
 
 from fsdpcore.elastic.decree import Decree
-from fsdpcore.elastic.membership import Member
+from fsdpcore.elastic.mail import Letter
 
 # Seconds in which a link that is cut one way is noticed on both sides, and decided upon.
 FINDS_OUT = 4 * LOST_AFTER
@@ -76,17 +76,17 @@ def play(seed: int) -> Played:
             world.oracle.voted(self._me, self.number, ballot, message["value"])
         return found
 
-    take_in = Member._take_in
+    decode = Letter.decode
 
-    def taken_in(self: Any, *args: Any) -> None:
+    def decoded(message: Any) -> Letter:
         try:
-            take_in(self, *args)
+            return decode(message)
         except Exception as error:
             raise Wrong(f"a message is not understood: {error!r}") from error
 
     with (
         mock.patch.object(Decree, "_answer", voted),
-        mock.patch.object(Member, "_take_in", taken_in),
+        mock.patch.object(Letter, "decode", decoded),
     ):
         try:
             _run(world)
@@ -105,6 +105,8 @@ def _run(world: World) -> None:
     world.add_host(world.per_host[0], founder=True)
     for seats in world.per_host[1:]:
         world.soon(lambda n=seats: world.add_host(n), 0.4)
+    if chance.random() < 0.1:
+        world.soon(lambda: _found_anew(world), 0.8)
     for _ in range(chance.choice([0, 1, 1, 2, 2, 3, 4, 6])):
         fault = chance.choice(_FAULTS)
         world.at(1.0 + chance.random() * FAULTS_LAST, lambda f=fault: _befall(world, f))
@@ -186,7 +188,9 @@ def _unsettled(world: World) -> str:
             break
         for seat in host.seats.values():
             there = seat.alive and seat.ready and (host.id, seat.number) not in taken
-            if there and len(taken) < world.maximum and not host.member._here.leaving:
+            if there and seat.number in host.member._here.leaving:
+                return f"seat {seat.number} of {host.id} waits, and is to leave"
+            if there and len(taken) < world.maximum:
                 return f"seat {seat.number} of {host.id} waits, and there is room"
         if host.member._known.number != number:
             return f"{host.id} has not heard of generation {number}"
@@ -255,8 +259,18 @@ def _befall(world: World, fault: str) -> None:
             world.finish(number)
 
 
+def _found_anew(world: World) -> None:
+    """The command that founds the job is given once more, before that has begun."""
+    founder = world.hosts[0]
+    if not world.oracle.contents:
+        world.faults.append(f"{world.now:.2f} start the founder anew")
+        world.kill(founder, "killed")
+        world.soon(lambda: world.add_host(world.per_host[0], True, founder.address), 0.5)
+
+
 def _found_again(world: World) -> None:
     """The command that founded the job is given once more, while that goes on."""
     hosts = [host for host in _alive(world) if host.member.generation]
+    hosts = [] if world.oracle.finished else hosts
     if hosts and not world.calm and all(h.address != world.hosts[0].address for h in _alive(world)):
         world.add_host(1, True, world.hosts[0].address)

@@ -147,18 +147,21 @@ class World:
         number = len(self.hosts)
         address = address or f"10.0.0.{number + 1}:1"
         card = HostCard(f"h{number}", address, address + "1")
+        # Who has been in a job, and joins it again, knows its id.
+        jobs = [each.member.job for each in self.hosts if self.chance.random() < 0.3]
         member = Member(
             card,
             minimum=self.minimum,
             maximum=self.maximum,
             lost_after=LOST_AFTER,
             patience=PATIENCE,
-            job="" if number and self.chance.random() < 0.3 else "job",
+            job=f"job {number}" if founder else "".join(jobs[-1:]),
             witness=self.witness,
             seed=self.seed,
         )
         host = Host(member, address, restarts=self.restarts)
-        known = [each.address for each in self.hosts if each.alive and each is not host]
+        known = [each.address for each in self.hosts if each.alive]
+        known = known or [each.address for each in self.hosts[:1]]
         self.hosts.append(host)
         self.log("host", card.id)
         if founder:
@@ -203,11 +206,20 @@ class World:
         kind = args[1]["kind"] if name == "receive" else name
         for event in host.member.take_events():
             self._handle(host, event)
+        self._let_waiting_go(host)
         after = state(host.member)
         self.visits[before, kind, after] += 1
         for address, message in host.member.take_outbox():
             self._send(host, address, message)
         self._schedule(host)
+
+    def _let_waiting_go(self, host: Host) -> None:
+        """As its driver does: those that are to leave, and that no generation has."""
+        generation = host.member.generation
+        ranks = generation.ranks(host.id) if generation else {}
+        for number in {*host.member._here.leaving} - {*ranks}:
+            if host.seats[number].alive:
+                self._drop(host.seats[number])
 
     def _schedule(self, host: Host) -> None:
         when = max(host.member.next_tick(), self.now + 0.001)
@@ -274,7 +286,7 @@ class World:
             if event.generation.number == 1 and host.id not in self._first():
                 old = [each for each in self.hosts if each.alive and each.member._known.number]
                 parted = any("cut" in fault or "part" in fault for fault in self.faults)
-                if parted or old == [host]:
+                if parted or old == [host] or self.oracle.finished:
                     raise Over
             self.oracle.installed(host.id, event.generation.encode(), event.ranks)
             for number in event.ranks:

@@ -5,14 +5,16 @@ from __future__ import annotations
 from dataclasses import replace
 from random import Random
 from typing import Any
+from unittest import mock
 
 import pytest
 
 from fsdpcore.elastic.decree import Decree
-from fsdpcore.elastic.events import Finished, Install
+from fsdpcore.elastic.events import Finished, Install, Stop
 from fsdpcore.elastic.generation import Generation, HostCard, Seat
 from fsdpcore.elastic.here import Here
 from fsdpcore.elastic.membership import Member
+from fsdpcore.elastic.peers import Peers
 from fsdpcore.elastic.reports import Report
 from fsdpcore.elastic.succession import View, left_out, newcomers, wished
 
@@ -75,14 +77,16 @@ def test_seats_of_a_host_that_leaves() -> None:
 
 
 class Agents:
-    """Members that hear each other at once, but those that stand still or are gone."""
+    """Members that hear each other at once, but those that stand still, or are cut off."""
 
-    def __init__(self, names: str) -> None:
-        self.now, self.still = 0.0, set[str]()
+    def __init__(self, names: str, minimum: int = 1) -> None:
+        self.now, self.still, self.cut_off = 0.0, set[str](), set[str]()
         self.sent: list[tuple[str, str, str]] = []  # from, to, kind
         self.events: dict[str, list[Any]] = {name: [] for name in names}
         self.members = {
-            name: Member(CARDS[name], minimum=1, maximum=8, lost_after=1.0, patience=5.0, job="job")
+            name: Member(
+                CARDS[name], minimum=minimum, maximum=8, lost_after=1.0, patience=5.0, job="job"
+            )
             for name in names
         }
         first, *others = names
@@ -109,7 +113,7 @@ class Agents:
                 for address, message in member.take_outbox():
                     to = address[0]
                     self.sent.append((name, to, message["kind"]))
-                    if to in self.members and not {name, to} & self.still:
+                    if to in self.members and not {name, to} & (self.still | self.cut_off):
                         self.members[to].receive(CARDS[name].address, message, self.now)
 
     def generations(self, name: str) -> list[int]:
@@ -130,6 +134,13 @@ def test_an_agent_that_stood_still_does_not_blame_the_others() -> None:
     assert member._peers.linked(agents.now) == {"a", "b", "c"}
 
 
+def test_what_its_ranks_say_first_makes_an_agent_that_stood_still_blame_nobody() -> None:
+    agents = Agents("abc")
+    agents.now += 10
+    agents.members["a"].seat_started(1, agents.now)
+    assert agents.members["a"]._peers.linked(agents.now) == {"a", "b", "c"}
+
+
 def test_who_was_lost_is_told_where_it_was() -> None:
     agents = Agents("abc")
     agents.still.add("c")
@@ -138,6 +149,30 @@ def test_who_was_lost_is_told_where_it_was() -> None:
     agents.sent.clear()
     agents.run(1)
     assert ("a", "c", "state") in agents.sent
+
+
+def test_of_those_that_were_lost_the_newest_are_told() -> None:
+    agents = Agents("a")
+    a = agents.members["a"]
+    for number in range(2, 50):
+        guest = HostCard(f"{number}", f"{number}:1", f"{number}:2")
+        hosts, seats = (CARDS["a"], guest), (Seat("a", 0), Seat(guest.id, 0))
+        a._learn(Generation(number, hosts, seats), agents.now)
+    a.take_outbox()
+    a.tick(agents.now + 0.3)
+    told = {address for address, _ in a.take_outbox()}
+    assert told == {f"{number}:1" for number in range(17, 50)}
+
+
+@pytest.mark.parametrize("minimum", [1, 2])
+def test_the_job_may_go_on_without_a_minority_however_small(minimum: int) -> None:
+    agents = Agents("abc", minimum)
+    agents.cut_off.add("c")
+    agents.run(7)
+    assert agents.generations("a") == [1, 2]
+    (stop,) = (event for event in agents.events["c"] if isinstance(event, Stop))
+    assert stop.goes_on
+    assert stop.reason.startswith("1 of 3 ranks are within reach, and going on needs more than ")
 
 
 @pytest.mark.parametrize("who", ["a", "c"])
@@ -151,3 +186,112 @@ def test_a_job_is_finished_whatever_is_decided_meanwhile(who: str) -> None:
     agents.still.clear()
     agents.run(0.5)
     assert [agents.events[name][-1] for name in "abc"] == [Finished()] * 3
+
+
+def _generation(member: Member) -> Generation:
+    assert member.generation is not None
+    return member.generation
+
+
+def make(name: str, address: str, job: str = "") -> Member:
+    card = HostCard(name, f"{address}:1", f"{address}:2")
+    return Member(card, minimum=1, maximum=8, lost_after=1.0, patience=5.0, job=job)
+
+
+def talk(now: float, **members: Member) -> int:
+    """Deliver what members at these addresses say, until they are silent; returns how much."""
+    count = 0
+    while sent := [(w, *each) for w, member in members.items() for each in member.take_outbox()]:
+        count += len(sent)
+        for where, address, message in sent:
+            if address[0] in members:
+                members[address[0]].receive(f"{where}:1", message, now)
+    return count
+
+
+def test_who_joins_goes_with_a_founder_that_is_started_again_before_the_job_begins() -> None:
+    first, second, guest = make("1", "a", "job 1"), make("2", "a", "job 2"), make("3", "b")
+    first.found(2, 0.0)
+    guest.join(["a:1"], 0.0)
+    talk(0.0, a=first, b=guest)
+    assert guest.job == "job 1"
+    second.found(2, 0.1)
+    guest.seat_ready(0, 0.1)
+    second.seat_ready(0, 0.1)
+    talk(0.1, a=second, b=guest)
+    assert guest.job == second.job == "job 2"
+    assert guest.generation == _generation(second)
+    first.tick(0.2)
+    talk(0.2, a=first, b=guest)  # what was long on its way
+    assert guest.job == "job 2"
+
+
+def test_who_founds_a_job_that_goes_on_joins_it_and_takes_its_guests_along() -> None:
+    agents = Agents("abc")
+    again, guest = make("a2", "a", "job 2"), make("d", "d")
+    agents.members |= {"a": again, "d": guest}
+    agents.events["d"] = []
+    agents.still = {"b", "c"}
+    again.found(3, agents.now)
+    guest.join(["a:1"], agents.now)
+    agents.run(0.1)
+    assert guest.job == "job 2"
+    agents.still.clear()
+    for member in (again, guest):
+        member.seat_ready(0, agents.now)
+    agents.run(2)
+    assert {member.job for member in agents.members.values()} == {"job"}
+    newest = _generation(agents.members["b"])
+    assert {card.id for card in newest.hosts} == {"a2", "b", "c", "d"}
+    assert all(member.generation == newest for member in agents.members.values())
+
+
+@pytest.mark.parametrize(
+    "harm",
+    [
+        {"report": {}},
+        {"sequence": None},
+        {"decided": {"number": 7}},
+        {"number": float("inf")},
+        {"ballot": [1]},
+        {"kind": "elect"},
+        {"value": {"number": 2}},
+    ],
+)
+def test_what_is_no_message_is_ignored_as_a_whole(harm: dict[str, Any]) -> None:
+    agents = Agents("ab")
+    a, b = (agents.members[name] for name in "ab")
+    b.seat_ready(1, agents.now)
+    (_, message), *_ = b.take_outbox()
+    value = _generation(a).encode()
+    message |= {"kind": "accept", "number": 2, "ballot": [1, "b"], "value": value}
+    before = a._peers.reports()
+    a.receive(CARDS["b"].address, {**message, **harm}, agents.now)
+    assert a._peers.reports() == before
+    a.receive(CARDS["b"].address, message, agents.now)
+    assert a._peers.reports() != before
+
+
+def test_errors_of_its_own_are_not_taken_for_those_of_a_message() -> None:
+    agents = Agents("ab")
+    agents.members["b"].seat_ready(1, agents.now)
+    with mock.patch.object(Peers, "note", side_effect=KeyError), pytest.raises(KeyError):
+        agents.deliver()
+
+
+@pytest.mark.parametrize("ends", [False, True])
+def test_a_job_that_has_begun_or_begins_after_another_stays_apart_from_it(ends: bool) -> None:
+    one, other = make("1", "a", "job 1"), make("2", "b", "job 2")
+    for member in (one, other):
+        if member is one or not ends:
+            member.seat_ready(0, 0.0)
+        member.found(1, 0.0)
+    if ends:
+        one.seat_finished(0, 1, 0.0)
+    talk(0.0, a=one, b=other)
+    for member, address in ((one, "b:1"), (other, "a:1")):
+        member._mail.to_address(address)
+    assert talk(0.1, a=one, b=other) <= 4
+    assert (one.job, other.job) == ("job 1", "job 2")
+    assert other._peers.reports() == one._peers.reports() == {}
+    assert not other.finished

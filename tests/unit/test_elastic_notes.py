@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
-from fsdpcore.elastic.events import Note
+from unittest import mock
+
+import pytest
+
+from fsdpcore.elastic.events import Note, Stop
 from fsdpcore.elastic.generation import HostCard
 from fsdpcore.elastic.membership import Member
+from fsdpcore.elastic.paxos import Witness
 
 
-def make(name: str, least: int, most: int, lost_after: float) -> Member:
+def make(
+    name: str, least: int, most: int, lost_after: float, witness: Witness | None = None
+) -> Member:
     return Member(
         HostCard(name * 16, f"{name}:1", f"{name}:2"),
         minimum=least,
@@ -15,6 +22,7 @@ def make(name: str, least: int, most: int, lost_after: float) -> Member:
         lost_after=lost_after,
         patience=30.0,
         job="" if name == "b" else "job",
+        witness=witness,
     )
 
 
@@ -64,3 +72,28 @@ def test_a_member_says_what_it_waits_for_and_keeps_to_the_terms_of_the_job() -> 
     assert second.generation.number == 1
     (why,) = notes(second)
     assert why.startswith("this host waits, up to 30 s: 1 rank is left, and the job needs 2: ")
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "what"),
+    [
+        ("", "x", "the job has a witness, and this host has none"),
+        ("x", "", "the job has no witness, and this host has one"),
+        ("x", "y", "the job has another witness file than this host"),
+    ],
+)
+def test_who_has_another_witness_than_the_job_stops_and_says_so(
+    ours: str, theirs: str, what: str
+) -> None:
+    def witness(name: str) -> Witness | None:
+        return mock.Mock(Witness, id=name) if name else None
+
+    first, second = make("a", 1, 2, 4.0, witness(theirs)), make("b", 1, 2, 4.0, witness(ours))
+    first.found(2, 0.0)
+    second.join(["a:1"], 0.0)
+    for _ in range(3):
+        for source, member, other in (("b:1", second, first), ("a:1", first, second)):
+            for _, message in member.take_outbox():
+                other.receive(source, message, 0.1)
+    *_, stop = second.take_events()
+    assert stop == Stop(f"{what}: --witness must name the same file on all hosts")
