@@ -112,10 +112,6 @@ class Decree:
         self._again_at = now + self._retry * (2 ** min(self._tries - 1, 3) + self._chance.random())
         return self._ask({"kind": "prepare"})
 
-    def drop(self) -> None:
-        """Propose no more."""
-        self._proposer = None
-
     def receive(self, source: str, message: Message) -> list[tuple[str, Message]]:
         """Take in a message of an agent of the generation before: see ``read_ballot_message``."""
         kind, ballot = message["kind"], message["ballot"]

@@ -203,6 +203,7 @@ def talk(now: float, **members: Member) -> int:
     count = 0
     while sent := [(w, *each) for w, member in members.items() for each in member.take_outbox()]:
         count += len(sent)
+        assert count < 100
         for where, address, message in sent:
             if address[0] in members:
                 members[address[0]].receive(f"{where}:1", message, now)
@@ -277,6 +278,32 @@ def test_errors_of_its_own_are_not_taken_for_those_of_a_message() -> None:
     agents.members["b"].seat_ready(1, agents.now)
     with mock.patch.object(Peers, "note", side_effect=KeyError), pytest.raises(KeyError):
         agents.deliver()
+
+
+def test_two_founders_do_not_answer_each_other_for_ever() -> None:
+    one, other = make("1", "a", "job 1"), make("2", "b", "job 2")
+    for member in (one, other):
+        member.found(2, 0.0)
+    one._mail.to_address("b:1")
+    assert talk(0.0, a=one, b=other) == 1
+
+
+def test_who_waits_for_a_job_that_goes_on_is_not_drawn_away_by_a_founder() -> None:
+    one, other, guest = make("1", "a", "job 1"), make("2", "b", "job 2"), make("3", "c")
+    one.seat_ready(0, 0.0)
+    one.found(1, 0.0)
+    guest._peers.note(one._report, 1, 0.0)
+    guest.job, guest._founder = "job 1", "1"
+    other.found(2, 0.0)
+    other._mail.to_address("c:1")
+    talk(0.0, b=other, c=guest)
+    assert guest.job == "job 1"
+    guest.tick(0.4)
+    guest.tick(0.8)
+    guest.tick(1.2)
+    other._mail.to_address("c:1")
+    talk(1.2, b=other, c=guest)
+    assert guest.job == "job 2"
 
 
 @pytest.mark.parametrize("ends", [False, True])
