@@ -123,13 +123,14 @@ def _run(world: World) -> None:
         raise Wrong(why)
     number = world.oracle.met[-1] if world.oracle.met else 0
     if number and world.goes_on(number) and not world.oracle.finished:
+        all_reach_all = not world.blocked
         world.finish(number)
         for _ in world.run_until(world.now + 4 * LOST_AFTER):
             pass
         if world.oracle.met[-1] != number:
             raise Wrong(f"generation {number} has finished, and {world.oracle.met[-1]} goes on")
         members = {where for where, _ in world.oracle.contents[number]["seats"]}
-        if any(h.alive and (h.id in members or not world.blocked) for h in world.hosts):
+        if any(h.alive and (h.id in members or all_reach_all) for h in world.hosts):
             raise Wrong(f"generation {number} has finished, and an agent has not heard")
 
 

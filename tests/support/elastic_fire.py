@@ -288,7 +288,9 @@ class Fire:
     def _blink(self) -> None:
         """A cable that is out for less than anybody's patience."""
         host = self.random.choice(self.lab.hosts)
-        self._struck_on(host)  # on a busy machine it may be too long all the same
+        # On a busy machine a link may break all the same, and then either of its hosts may go.
+        for each in self.lab.hosts:
+            self._struck_on(each)
         self.lab.cut(host.number)
         time.sleep(self.random.uniform(0.05, 0.4))
         self.lab.mend()
