@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import signal
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -71,6 +72,12 @@ def blamed(found: list[Outcome]) -> set[int | None]:
     for one in found:
         assert f"rank {one.culprit}" in one.text, one
     return {one.culprit for one in found}
+
+
+def connected(rank: RankProcess) -> bool:
+    """Whether some connection of its host is established, as the kernel says."""
+    lines = Path(f"/proc/{rank.pid}/net/tcp").read_text().splitlines()[1:]
+    return any(line.split()[3] == "01" for line in lines)
 
 
 @waits
@@ -200,7 +207,9 @@ def test_a_rank_that_dies_while_another_one_is_still_to_come_ends_the_joining() 
     with Lab(3) as lab:
         lab.silence(2)
         with on_hosts(idle, lab, 1, heartbeat=HEARTBEAT) as ranks:
-            time.sleep(1.0)
+            while not connected(ranks[1]):
+                time.sleep(0.05)
+            time.sleep(0.5)  # in which it says who it is
             since = time.monotonic()
             ranks[1].send_signal(signal.SIGKILL)
             found = ranks[0].outcome()

@@ -16,7 +16,7 @@ from support.spmd import run_on
 import fsdpcore as fc
 from fsdpcore.collectives import context
 from fsdpcore.comm.backend import Backend
-from fsdpcore.fsdp.offload import offload_store, stores
+from fsdpcore.core import device
 from fsdpcore.fsdp.plan.make_plan import make_plan
 
 EVEN = {"a": (48, 2), "b": (24,), "c": (24, 7), "d": (72,)}  # each divides by up to 24
@@ -67,8 +67,7 @@ def counting_zeros(size, dtype):
 @pytest.fixture
 def _counting(monkeypatch):
     monkeypatch.setattr(Backend, "empty", counting_empty)
-    for module in (stores, offload_store):  # private memory, of this thread's rank
-        monkeypatch.setattr(module, "lined_up_zeros", counting_zeros)
+    monkeypatch.setattr(device, "lined_up_zeros", counting_zeros)  # of this thread's rank
 
 
 def engine_of(backend, shapes, strategy, **options):

@@ -20,6 +20,7 @@ import fsdpcore as fc
 from fsdpcore.core.geometry.leaf_tree import LeafTree
 from fsdpcore.fsdp.sharding.virtual_ranks import LEAF_BLOCK
 from fsdpcore.fsdp.step.norm import joined, local_part
+from fsdpcore.fsdp.units import arithmetic
 
 FEW = LeafProgram(
     leaves=8,
@@ -232,6 +233,15 @@ def test_bits_on_gpus_are_those_of_one_rank() -> None:
 
 def train_few(backend: fc.Backend, strategy: str) -> dict[str, Any]:
     return FEW.train(backend, strategy=strategy)
+
+
+def test_blas_of_another_package_is_no_difference() -> None:
+    """Ranks that have loaded it compute with NumPy's all the same."""
+    pytest.importorskip("scipy.linalg")
+    found = arithmetic._with_one_thread()
+    loaded = [each for each in threadpoolctl.threadpool_info() if each["user_api"] == "blas"]
+    assert len(found) == 1 < len(loaded)
+    assert all("numpy" in each["filepath"] for each in found)
 
 
 @pytest.mark.parametrize("transport", ["zmq", "mpi", "virtual"])

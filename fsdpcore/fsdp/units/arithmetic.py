@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ from fsdpcore.comm.backend import Backend
 from fsdpcore.core.disagreement import Disagreement
 from fsdpcore.core.errors import UnsupportedError
 
+_NUMPY = Path(np.__file__).parent
 _THINGS = ("NumPy", "the processor's instructions", "BLAS")
 
 
@@ -45,7 +47,10 @@ def agree_on_arithmetic(backend: Backend) -> None:
 
 
 def _with_one_thread() -> list[dict[str, Any]]:
-    """Limit every BLAS that is loaded to one thread; return what is known of each."""
+    """Limit every BLAS that is loaded to one thread; return what is known of NumPy's.
+
+    Other packages bring their own, which some ranks may have loaded and others not.
+    """
     controller = ThreadpoolController()
     for library in controller.lib_controllers:
         # Some are limited by the first thread that has ever done so, and ignore all others.
@@ -53,7 +58,10 @@ def _with_one_thread() -> list[dict[str, Any]]:
         if library.user_api == "blas" and take_over is not None:
             take_over(force=True)
     controller.limit(limits=1, user_api="blas")
-    return [each for each in controller.info() if each["user_api"] == "blas"]
+    found = [each for each in controller.info() if each["user_api"] == "blas"]
+    # It is in NumPy's folder, or in the one beside it that has its name and ".libs". Where neither
+    # has one, NumPy takes that of the system.
+    return [each for each in found if each["filepath"].startswith(str(_NUMPY))] or found
 
 
 def _message(found: Disagreement) -> str:
