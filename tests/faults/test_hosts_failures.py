@@ -74,10 +74,12 @@ def blamed(found: list[Outcome]) -> set[int | None]:
     return {one.culprit for one in found}
 
 
-def connected(rank: RankProcess) -> bool:
-    """Whether some connection of its host is established, as the kernel says."""
-    lines = Path(f"/proc/{rank.pid}/net/tcp").read_text().splitlines()[1:]
-    return any(line.split()[3] == "01" for line in lines)
+def await_connection(rank: RankProcess) -> None:
+    """Wait until a rank has some connection, as the kernel says, and has said who it is."""
+    table = Path(f"/proc/{rank.pid}/net/tcp")
+    while all(line.split()[3] != "01" for line in table.read_text().splitlines()[1:]):
+        time.sleep(0.05)
+    time.sleep(1.0)
 
 
 @waits
@@ -207,9 +209,7 @@ def test_a_rank_that_dies_while_another_one_is_still_to_come_ends_the_joining() 
     with Lab(3) as lab:
         lab.silence(2)
         with on_hosts(idle, lab, 1, heartbeat=HEARTBEAT) as ranks:
-            while not connected(ranks[1]):
-                time.sleep(0.05)
-            time.sleep(0.5)  # in which it says who it is
+            await_connection(ranks[1])
             since = time.monotonic()
             ranks[1].send_signal(signal.SIGKILL)
             found = ranks[0].outcome()
@@ -223,7 +223,7 @@ def test_who_waits_for_others_hears_that_the_host_of_rank_0_is_gone() -> None:
     with Lab(3) as lab:
         lab.silence(2)
         with on_hosts(idle, lab, 1, rendezvous_timeout=12) as ranks:
-            time.sleep(1.0)
+            await_connection(ranks[1])
             since = time.monotonic()
             lab.silence(0)
             found = ranks[1].outcome()
