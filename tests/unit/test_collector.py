@@ -7,11 +7,14 @@ import threading
 
 import pytest
 
+from fsdpcore.core import collector
 from fsdpcore.core.collector import collector_paused
 
 
 @pytest.fixture(autouse=True)
-def _restored():
+def _restored(monkeypatch):
+    # A thread that another test has left may be within a pause of its own.
+    monkeypatch.setattr(collector, "_pause", collector._Pause())
     was = gc.isenabled()
     yield
     (gc.enable if was else gc.disable)()
