@@ -229,8 +229,7 @@ class Member:
         if any(theirs and own and theirs != own for theirs, own in pairs):
             if not self._goes_over(report, now):
                 return False
-            self.job, self._hosts = "", 0
-            self._founder = ""
+            self.job, self._founder, self._hosts = "", "", 0
         self.job = self.job or job
         if report.founder and not self._founder:
             self._founder = report.founder
