@@ -1,9 +1,9 @@
 """Put a change into the product, run what tests it, and say who noticed.
 
     python tests/mutate.py --map    # once, some 20 minutes: which test runs what
-    python tests/mutate.py 'fsdpcore/fsdp/step/norm.py:167: 0.0 => 1.0'
+    python tests/mutate.py 'fsdpcore/comm/mesh.py:142: < => <='
     python tests/mutate.py --random 20 --seed 7 --only collectives --only transports --jobs 2
-    python tests/mutate.py 'transports/zmq/wire.py:30: < => <=' --tests tests/unit/test_zmq_wire.py
+    python tests/mutate.py 'transports/zmq/wire.py:131: < => <=' --tests tests/unit/test_zmq_wire.py
 
 Every change goes into a copy of the checkout, alone, and the first test that fails has noticed it.
 By the map, the tests that run the changed block come first, those of files close to it before

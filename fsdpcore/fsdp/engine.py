@@ -35,22 +35,22 @@ from fsdpcore.fsdp.units.unit import Unit, let_go
 class FSDP(StateVerbs):
     """Owns parameters, gradients and optimizer state of a model, each rank a share.
 
-    ``strategy`` says what is sharded over which ranks (see ``Strategy``). With ``full_shard``
-    (ZeRO-3) a unit is gathered before its forward pass and freed after it, gathered again before
-    its backward pass and freed, then its gradients are reduced so that each rank gets its shard.
-    Meanwhile the next units in order are on their way (see ``Prefetch``).
+    ``strategy`` says what is sharded, and over which ranks (see ``Strategy``). With ``full_shard``
+    (ZeRO-3) a unit is gathered before each of its passes, and freed afterwards. After the backward
+    pass its gradients are reduced, and each rank gets its shard of them. Meanwhile the next units
+    are gathered in the background (see ``Prefetch``).
 
-    Where all ranks that share a copy are on one host, and the transport has windows, they keep the
-    parameters in one, memory that all of them map. Each then writes its shard where the others
-    read it: gathering a unit moves nothing and takes no memory, and the host holds the parameters
+    If all ranks that share a copy of the model are on one host, and the transport has windows, the
+    parameters are in a window: memory that all of these ranks map. Each rank writes its shard
+    where the others read it. So gathering a unit moves no bytes, and the host holds the parameters
     once. A process that is forked from a rank sees its updates, too.
 
-    Where a rank has a GPU (``backend.device``), there is no window, and all arrays are CuPy's, to
-    be computed with by ``engine.xp``; values may be given as NumPy's arrays as well, and are moved.
-    The host only enqueues what is to be done: what the ranks exchange, on a stream of its own that
-    waits for the caller's current stream and is waited for by it, the rest on that. It waits for
-    the GPU once in a step, when ``update`` has to know whether the gradients are finite. Who goes
-    on with another stream has that wait for the one before.
+    If a rank has a GPU (``backend.device``), there is no window, and all arrays are CuPy's. Compute
+    with ``engine.xp``. Arrays of NumPy may be given, too, and are moved. The host puts work into
+    the GPU's queue, and waits for it once in a step: ``update`` must know whether the gradients are
+    finite. The exchanges of the ranks run on a stream of their own. That stream and the caller's
+    current one wait for each other. If you change streams in between, let the new one wait for the
+    old one.
 
     Making an engine is a collective: all ranks pass the same units with the same values. ::
 
@@ -73,8 +73,8 @@ class FSDP(StateVerbs):
             entry (see ``ParamTree``, which takes other rules).
         backend: the ranks to shard over: all of them, a group, or those of mesh axes.
         strategy: a ``Strategy``, or the name of one.
-        optimizer: applied by ``step.update``; may be missing for evaluation only. Also a mapping of
-            patterns of parameter names to optimizers, of which the first that fits is taken:
+        optimizer: applied by ``step.update``; you need none to evaluate only. It may be a mapping
+            of patterns to optimizers; the first pattern that fits a parameter's name counts:
             ``{"*.bias": AdamW(lr=1e-3, weight_decay=0.0), "*": AdamW(lr=1e-3)}``. A transformation
             of optax that is elementwise is taken as it is, see ``fc.optim.Optax``; those of PyTorch
             are given as ``fc.optim.Torch(torch.optim.AdamW, lr=1e-3)``.
@@ -82,7 +82,8 @@ class FSDP(StateVerbs):
         prefetch: a ``Prefetch``, or how many units to gather ahead; 0 for nothing in the
             background. In a window there is nothing to fetch.
         window: False keeps the parameters out of shared memory.
-        offload: what is out of memory while it is not in use; see ``Offload``. Without ``window``.
+        offload: what is kept in files, or beside a GPU in the host's memory, while it is not in
+            use; see ``Offload``. It needs ``window=False``.
         tensor: the ranks whose engines have the other boxes of the same parameters, where units
             have such (``BoxShard``), for instance ``mesh["tensor"]`` beside ``mesh["shard"]``.
             All of these engines take the same steps. Gradients are not reduced over them: of a
@@ -94,9 +95,9 @@ class FSDP(StateVerbs):
         seed: of the initialisers of deferred parameters (``Spec``).
         algorithm: of all collectives; "auto", or one that every one of them has, the transport's
             own too. On GPUs, one of those that the transport has for their arrays.
-        virtual_ranks: into how many shares a batch is cut, whose gradients are summed in one fixed
-            order, so that the number of ranks changes no bit of the parameters. At least one for
-            each rank. A step goes through those of its rank: ``for leaf in step.leaves()``.
+        virtual_ranks: into how many shares each batch is cut, at least one for each rank. Their
+            gradients are summed in one fixed order, so the number of ranks changes no bit of the
+            parameters. A step goes through the shares of its rank: ``for leaf in step.leaves()``.
         compression: what travels as integers of 8 or 4 bits, for slow links; see ``Compression``.
 
     Attributes:

@@ -205,6 +205,14 @@ def test_examples_of_docstrings_are_python_with_names_that_are_there():
     assert seen > 80
 
 
+@pytest.mark.parametrize("page", ["CONTRIBUTING.md", "tests/mutate.py"])
+def test_changes_that_are_shown_fit_the_lines_that_they_name(page):
+    shown = re.findall(r"'(\S+\.py):(\d+): (\S+) => \S+'", (ROOT / page).read_text())
+    assert shown
+    for file, line, old in shown:
+        assert f" {old} " in (ROOT / file).read_text().splitlines()[int(line) - 1], file
+
+
 @pytest.mark.parametrize("name", ["layers", "house"])
 def test_a_picture_is_drawn_from_its_text(name):
     sys.path.insert(0, str(SITE / "_ext"))
