@@ -22,7 +22,7 @@ from fsdpcore.checkpoint.plan.file_layout import FileLayout, lay_out
 from fsdpcore.checkpoint.plan.kinds import Stateful
 from fsdpcore.checkpoint.plan.save_plan import Rows, WrittenPiece
 from fsdpcore.checkpoint.save.commit import PreparedSave
-from fsdpcore.checkpoint.save.saver import Saver
+from fsdpcore.checkpoint.save.saver import OwnState, Saver
 from fsdpcore.checkpoint.save.writing import chunks
 from fsdpcore.checkpoint.storage.opening import DISK_TIMEOUT
 from fsdpcore.collectives import all_gather
@@ -46,6 +46,7 @@ UNDER_WAY = -2
 _ROOM = 2
 """Times as much memory is asked for as a part takes, since parts grow when ranks are lost. What is
 not used takes none; what was used before is much faster than what the system has to give first."""
+_RECORD_STEP = 1024  # bytes
 
 
 class Version(NamedTuple):
@@ -100,6 +101,25 @@ class Part(NamedTuple):
         """What is in the file, and all that is no array."""
         found: dict[str, Any] = json.loads(self.memory[self.file_bytes :].tobytes())
         return found
+
+
+class Draft(NamedTuple):
+    """What this rank would have of a version.
+
+    Attributes:
+        commit: of the version.
+        own: the state, as this rank describes it.
+        prepared: what it would write, by the plan of the version before; None if that is too old.
+        record: likewise.
+        alike: if all ranks have the same here, the version may be made without another word; empty
+            where it may not.
+    """
+
+    commit: int
+    own: OwnState
+    prepared: PreparedSave | None = None
+    record: bytes = b""
+    alike: bytes = b""
 
 
 class Vault:
@@ -158,6 +178,7 @@ class Versions:
         self._pieces: tuple[WrittenPiece, ...] | None = None
         self._layout: FileLayout
         self._told = ""
+        self._sizes: list[tuple[int, int]] = []  # of all ranks, as they have last told
         # What is sent, and the parts that come.
         self._under_way: list[tuple[Work, Part | None]] = []
         self.made = NONE
@@ -183,28 +204,53 @@ class Versions:
                 self._take_in()
         self._under_way.clear()
 
-    def make(self, state: State, commit: int, leaving: Collection[int] = ()) -> None:
-        """Make a version, and begin to copy it; a collective, which blocks for the former.
-
-        What is under way ends before.
+    def draft(self, state: State, commit: int) -> Draft:
+        """Describe a version that may be made; sends nothing.
 
         Args:
             state: what ``checkpoint.save`` takes.
             commit: its number.
+        """
+        own = self._saver.describe(state, step=commit)
+        if not own.alike:
+            return Draft(commit, own)
+        prepared = self._saver.prepared(own)
+        record = self._record(prepared)
+        told = self._size_of(record) == self._sizes[self._backend.rank]
+        return Draft(commit, own, prepared, record, own.alike if told else b"")
+
+    def make(self, draft: Draft, leaving: Collection[int] = (), *, alike: bool = False) -> None:
+        """Make a version, and begin to copy it; blocks for the former.
+
+        What is under way ends before.
+
+        Args:
+            draft: of it.
             leaving: ranks that keep no copies.
+            alike: all ranks have the same ``draft.alike``. If not, it is a collective.
         """
         self.wait()
-        prepared = self._saver.prepare(state, step=commit)
-        record = self._record(prepared)
-        file_bytes = self._layout.places.size
-        memory = self._vault.room(file_bytes + len(record))
+        prepared, record = draft.prepared, draft.record
+        if not alike or prepared is None:
+            prepared = self._saver.prepare(draft.own)
+            record = self._record(prepared)
+            own = np.array([self._size_of(record)])
+            sizes = all_gather(own, self._backend, label="commit, sizes")
+            self._sizes = [(size, file_bytes) for size, file_bytes in sizes.tolist()]
+        size, file_bytes = self._sizes[self._backend.rank]
+        memory = self._vault.room(size)
         self._write(prepared, memory)
         memory[file_bytes:] = np.frombuffer(record, np.uint8)
-        version, rank = Version(self._generation, commit), self._backend.rank
-        own = Part(version, rank, self._backend.world_size, memory, file_bytes)
-        self._vault.keep(own)
-        self.made = commit
-        self._copy(own, leaving)
+        version, rank = Version(self._generation, draft.commit), self._backend.rank
+        part = Part(version, rank, self._backend.world_size, memory, file_bytes)
+        self._vault.keep(part)
+        self.made = draft.commit
+        self._copy(part, leaving)
+
+    def _size_of(self, record: bytes) -> tuple[int, int]:
+        """Bytes of this rank's part, and of its file."""
+        file_bytes = self._layout.places.size
+        return file_bytes + len(record), file_bytes
 
     def _write(self, prepared: PreparedSave, memory: Bytes) -> None:
         """Copy the arrays to where they are in the file; nobody reads what is beside them."""
@@ -228,18 +274,17 @@ class Versions:
         about: dict[str, Any] = {"state": prepared.rank_state}
         if prepared.plan is not None:  # rank 0 knows of all arrays, those without elements too
             about |= {"info": prepared.info, "arrays": prepared.plan.arrays}
-        return f'{{"about":{json.dumps(about)},"pieces":{self._told}}}'.encode()
+        record = f'{{"about":{json.dumps(about)},"pieces":{self._told}}}'.encode()
+        # So that it is mostly as long as that of the version before, and others need not be told.
+        return record.ljust(-(-len(record) // _RECORD_STEP) * _RECORD_STEP)
 
     def _copy(self, own: Part, leaving: Collection[int]) -> None:
         """Begin to send this rank's part, and to receive those that it is to keep for others."""
         backend, group = self._backend, self._copies
         keepers = holders(self._hosts, leaving)
-        sizes = all_gather(
-            np.array([[own.memory.size, own.file_bytes]]), backend, label="commit, sizes"
-        )
         for rank, keeper in enumerate(keepers):
             if keeper == backend.rank:
-                size, file_bytes = sizes[rank].tolist()
+                size, file_bytes = self._sizes[rank]
                 memory = self._vault.room(size)
                 part = own._replace(rank=rank, memory=memory, file_bytes=file_bytes)
                 self._under_way.append((group.irecv(memory, rank), part))
