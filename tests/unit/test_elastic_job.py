@@ -181,6 +181,36 @@ def test_what_had_come_when_a_rank_was_lost_counts() -> None:
     assert training.restored == {1: 0, 2: 3, 3: 3}
 
 
+def test_a_commit_is_one_collective_unless_the_state_is_another() -> None:
+    sent: list[int] = []  # by rank 0, collectives of each commit
+
+    def program(job: fc.elastic.Job) -> Any:
+        state = job.restore({"x": np.full(3, -1.0), "log": "", "more": {}})
+        for number in range(job.commits, 8):
+            state["x"] += 1
+            if number == 3:
+                state["log"] = 2000 * "a line of text "  # the record has no room for it
+            if number == 5:
+                state["more"] = {"y": np.arange(4)}
+            assert job._versions is not None
+            job._versions.wait()
+            job.backend.barrier()
+            if number == 7 and job.generation == 1:
+                threads.ranks[1].kill()
+            before = job.backend.root.recorder.entries()
+            job.commit()
+            new = job.backend.root.recorder.entries()[len(before) :]
+            if job.rank == 0 and job.generation == 1:
+                sent.append(sum(entry.sequence > 0 for entry in new))
+        return job.generation, state["x"].tolist(), len(state["log"]), state["more"]
+
+    threads = ThreadJob(fc.elastic.run(program), (0, 1, 2))
+    for generation, x, log, more in threads.run():
+        assert (generation, x, log) == (2, [7.0] * 3, 30_000)
+        np.testing.assert_equal(more, {"y": np.arange(4)})
+    assert [number for number, count in enumerate(sent) if count > 1] == [3, 5]
+
+
 def test_a_program_may_end_by_exit() -> None:
     def program(job: fc.elastic.Job) -> None:
         job.restore({"x": np.zeros(3)})
