@@ -181,6 +181,30 @@ def test_what_had_come_when_a_rank_was_lost_counts() -> None:
     assert training.restored == {1: 0, 2: 3, 3: 3}
 
 
+@pytest.mark.parametrize(
+    "strategy", ["full_shard", "no_shard", "shard_optimizer", fc.Strategy("hybrid_shard", True, 2)]
+)
+def test_a_version_is_as_large_as_the_plan_says(strategy: str | fc.Strategy) -> None:
+    def program(job: fc.elastic.Job) -> tuple[int, int, int]:
+        params = {"w": np.ones((300, 200), np.float32), "b": np.ones(300, np.float32)}
+        engine = fc.FSDP(
+            [fc.Unit("u", params, frozen="b")],
+            job.backend,
+            strategy=strategy,
+            optimizer=fc.optim.AdamW(1e-3),
+        )
+        job.restore(engine)
+        assert job._seat is not None
+        parts = job._seat.vault.parts
+        (own,) = [part for (_, rank), part in parts.items() if rank == job.rank]
+        return engine.plan().version_bytes, own.file_bytes, len(parts)
+
+    planned, measured, parts = zip(*ThreadJob(fc.elastic.run(program), (0, 1, 2, 3)).run())
+    assert parts == (2, 2, 2, 2)
+    assert planned == pytest.approx([60_000 * 12 // 4 + 300] * 4, rel=0.01)
+    assert sum(measured) == pytest.approx(sum(planned), rel=0.05)  # what is whole is not cut
+
+
 def test_a_commit_is_one_collective_unless_the_state_is_another() -> None:
     sent: list[int] = []  # by rank 0, collectives of each commit
 
