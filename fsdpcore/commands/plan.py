@@ -203,9 +203,11 @@ class _Answer:
 
     def _elastic(self) -> str:
         """Return what an elastic job takes besides."""
+        place, part = self.plan.placement, text.size(self.plan.version_bytes)
+        sent = "of which a replica has the same" if place.replicas > 1 else "sent to another host"
         return (
-            f"each version of an elastic job sends {text.size(self.plan.version_bytes)} to another "
-            f"host; versions take up to {text.size(self.versions)} of memory"
+            f"a version of an elastic job has {part} of each rank, {sent}; versions take up to "
+            f"{text.size(self.versions)} of memory"
         )
 
     def _compared(self) -> str:

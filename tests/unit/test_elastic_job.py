@@ -199,10 +199,59 @@ def test_a_version_is_as_large_as_the_plan_says(strategy: str | fc.Strategy) -> 
         (own,) = [part for (_, rank), part in parts.items() if rank == job.rank]
         return engine.plan().version_bytes, own.file_bytes, len(parts)
 
-    planned, measured, parts = zip(*ThreadJob(fc.elastic.run(program), (0, 1, 2, 3)).run())
+    results = ThreadJob(fc.elastic.run(program), (0, 1, 2, 3)).run()
+    planned, measured, parts = zip(*results, strict=True)
     assert parts == (2, 2, 2, 2)
     assert planned == pytest.approx([60_000 * 12 // 4 + 300] * 4, rel=0.01)
     assert sum(measured) == pytest.approx(sum(planned), rel=0.05)  # what is whole is not cut
+
+
+@pytest.mark.parametrize("strategy", ["no_shard", fc.Strategy("hybrid_shard", True, 2)])
+def test_replicas_keep_each_others_parts_and_send_none(strategy: str | fc.Strategy) -> None:
+    received: list[list[int]] = []  # bytes of copies, of each rank
+    kept: dict[tuple[int, int], list[bytes]] = {}  # by commit and part
+
+    def program(job: fc.elastic.Job) -> int:
+        units = [fc.Unit(name, {"w": np.ones((300, 100), np.float32)}) for name in "uv"]
+        optimizer = fc.optim.AdamW(1e-3)
+        engine = fc.FSDP(
+            units, job.backend, strategy=strategy, optimizer=optimizer, virtual_ranks=4
+        )
+        job.restore({"engine": engine, "own": fc.checkpoint.PerRank(job.rank)})
+        for number in range(3):
+            train(engine, number)
+            job.commit()
+            assert job._versions is not None
+            assert job._seat is not None
+            job._versions.wait()
+            for (version, part), each in job._seat.vault.parts.items():
+                if version.commit == number + 1:
+                    kept.setdefault((number, part), []).append(each.memory.tobytes())
+            job.backend.barrier()
+        calls = [each.call for each in job.backend.root.recorder.entries() if not each.sequence]
+        received.append([call.nbytes for call in calls if call.operation == "recv"])
+        return job.rank
+
+    def train(engine: fc.FSDP, number: int) -> None:
+        with engine.step() as step:
+            for leaf in step.leaves():
+                for name in "uv":
+                    with step.forward(name):
+                        pass
+                for name in "vu":
+                    with step.backward(name) as (params, grads):
+                        for key, value in params.items():
+                            grads[key] = value * (leaf + number + 1)
+            step.update()
+
+    assert ThreadJob(fc.elastic.run(program), (0, 0, 1, 1)).run() == [0, 1, 2, 3]
+    for rank in range(4):
+        for number in range(3):
+            here, there = kept[number, rank]
+            assert here == there
+        assert kept[0, rank][0] != kept[1, rank][0] != kept[2, rank][0]
+    assert sum(first for first, *_ in received) > 60_000 * 12
+    assert all(later == [1024] * 3 for _, *later in received)  # the records
 
 
 def test_a_commit_is_one_collective_unless_the_state_is_another() -> None:

@@ -61,7 +61,7 @@ def test_the_cheapest_that_fits(plan):
 def test_versions_of_an_elastic_job_take_memory_from_the_step(plan):
     # 12 bytes per parameter over 64 ranks; four parts of 1.3125 GB leave 5.75 GB of 11.
     result = plan("--memory", "11GB", "--elastic")
-    assert "each version of an elastic job sends 1.31 GB to another host" in result.stdout
+    assert "a version of an elastic job has 1.31 GB of each rank, sent to" in result.stdout
     assert "cheapest that fits 5.75 GB: full_shard" in result.stdout
     assert "elastic" not in plan("--memory", "11GB").stdout
 

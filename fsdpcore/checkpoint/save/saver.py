@@ -30,6 +30,7 @@ from fsdpcore.checkpoint.storage.steps import check_step
 from fsdpcore.collectives.consensus import LocalAttempt, agree, receive
 from fsdpcore.collectives.objects import gather_object
 from fsdpcore.comm.backend import Backend
+from fsdpcore.core.buffers import Array
 from fsdpcore.core.checks import as_instance, as_positive
 from fsdpcore.core.digests import digest, hex_digest
 from fsdpcore.core.disagreement import Disagreement, check_same
@@ -155,11 +156,10 @@ class Saver:
         """Return a save on which the ranks agree, as they know by ``alike``; sends nothing."""
         request = own.request
         assert request is not None
-        pieces, sources = self._pieces, request.holding.sources
         return PreparedSave(
             request.step,
-            pieces,
-            tuple(rows_of(sources[each.rows.piece], each.rows) for each in pieces),
+            self._pieces,
+            sources_of(own, self._pieces),
             self._plan,
             request.contents.info,
             own.extra,
@@ -192,6 +192,20 @@ class Saver:
     def write(self, prepared: PreparedSave, backend: Backend) -> Saved:
         """Write what was prepared, and commit it; a collective of ``backend``'s ranks, blocks."""
         return Commit(self._storage, backend, prepared, self._retention, self._timeout).run()
+
+
+def sources_of(own: OwnState, pieces: Sequence[WrittenPiece]) -> tuple[Array, ...]:
+    """Return the elements of pieces that this rank, or one that holds the same, writes."""
+    assert own.request is not None
+    held = own.request.holding.sources
+    return tuple(rows_of(held[each.rows.piece], each.rows) for each in pieces)
+
+
+def held_digest(own: OwnState) -> bytes:
+    """Return a digest of what a rank holds, of whichever replica; of 16 bytes."""
+    assert own.request is not None
+    arrays = [each._replace(replica=0) for each in own.request.holding.arrays]
+    return digest(repr(arrays).encode())
 
 
 def refuse(

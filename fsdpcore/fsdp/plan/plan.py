@@ -75,10 +75,11 @@ class Plan:
 
     @property
     def version_bytes(self) -> int:
-        """What an elastic job sends of this rank to another host for each version, about.
+        """This rank's part of a version of an elastic job, about.
 
-        That is the master parameters and the optimizer's state of all ranks, dealt out evenly. A
-        rank keeps up to four times as much: its own part and that of another, of two versions.
+        That is the master parameters and the optimizer's state, dealt out evenly over the ranks. It
+        is sent to a rank of another host for each version, unless that is a replica. A rank keeps
+        up to four times as much: its own part and that of another, of two versions.
         """
         place = self.placement
         masters = sum(
