@@ -210,7 +210,8 @@ class Fire:
         self.faults[kind] += 1
         began = time.monotonic()
         getattr(self, f"_{kind}")()
-        if self.wait(lambda: self.whole(began), f"no recovery from {kind}"):
+        struck = time.monotonic()  # all may have made a commit while it was made out whom to strike
+        if self.wait(lambda: self.whole(struck), f"no recovery from {kind}"):
             self.seconds.setdefault(kind, []).append(time.monotonic() - began)
 
     def flurry(self, count: int) -> None:
