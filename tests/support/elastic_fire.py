@@ -158,7 +158,8 @@ class Fire:
         return {
             pid: entry
             for pid, entry in last.items()
-            if (host is None or entry.host == host.number) and _lives(pid)
+            # At its end a process no longer says where it is.
+            if (host is None or entry.rest.get("host") == host.number) and _lives(pid)
         }
 
     def ended(self) -> bool:
