@@ -28,8 +28,10 @@ import typer
 from docutils import nodes
 from docutils.parsers.rst import Directive
 from drawing import draw, read
+from numpy.typing import ArrayLike, DTypeLike, NDArray
 from sphinx.addnodes import pending_xref
 from sphinx.util.docutils import SphinxDirective
+from sphinx.util.typing import stringify_annotation
 
 if TYPE_CHECKING:
     from sphinx.application import Sphinx
@@ -257,6 +259,29 @@ def name_in_full(app: Sphinx, document: nodes.document) -> None:
                 node["reftarget"] = f"fsdpcore.{node['reftarget']}"
 
 
+def types_as_written(
+    app: Sphinx, what: str, name: str, obj: Any, options: Any, arguments: str, returned: str
+) -> tuple[str, str] | None:
+    """Name types as users import them, in place of what NumPy builds them from."""
+    del app, what, name, obj, options
+    if not (arguments or returned):
+        return None
+    return _as_written(arguments or ""), _as_written(returned or "")
+
+
+def _as_written(text: str) -> str:
+    for annotation, name in ((ArrayLike, "ArrayLike"), (DTypeLike, "DTypeLike")):
+        text = text.replace(_smart(annotation), name)
+    text = text.replace(_smart(NDArray[Any]), "~numpy.ndarray")
+    array = r"~numpy\.ndarray\[tuple\[[^]]*\], ~numpy\.dtype\[([^]]*)\]\]"
+    text = re.sub(array, r"NDArray[\1]", text)
+    return re.sub(r"<class '([\w.]+)'>", r"\1", text)
+
+
+def _smart(annotation: Any) -> str:
+    return stringify_annotation(annotation, "smart")
+
+
 def setup(app: Sphinx) -> dict[str, bool]:
     """Add the directives."""
     app.add_directive("public", Public)
@@ -264,6 +289,7 @@ def setup(app: Sphinx) -> dict[str, bool]:
     app.add_directive("settings", Settings)
     app.add_directive("url-options", UrlOptions)
     app.add_directive("diagram", Diagram)
+    app.connect("autodoc-process-signature", types_as_written)
     app.connect("autodoc-process-docstring", name_each_attribute, priority=100)
     app.connect("doctree-read", name_in_full)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

@@ -118,6 +118,7 @@ def test_every_block_runs_or_says_why_not():
     shown = {"output", "text", "toml", "yaml", "dockerfile", "bash", "sh"}
     kinds = {block.kind for page in PAGES for block in pages.blocks(page)}
     assert {kind for kind in kinds if not kind.startswith("{")} <= {"python", "console", *shown}
+    assert [page for page in PAGES if "```" in pages.without_code(page.read_text())] == []
 
 
 def test_every_page_is_in_the_navigation():
