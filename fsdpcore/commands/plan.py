@@ -35,6 +35,7 @@ from fsdpcore.fsdp.units.precision import Precision
 from fsdpcore.launch.config import resolve
 
 NOTHING_FITS = 1
+_KEPT_PARTS = 4  # of versions: a rank's own and that of another, of two versions
 # Of a link between ordinary machines, beside its rate: per message, byte reduced, and trip.
 _ALPHA, _GAMMA, _LATENCY = 2e-5, 1e-10, 1e-4
 _DTYPES: dict[str, DTypeLike] = {
@@ -79,6 +80,9 @@ def show_plan(
     link: Annotated[
         str | None, typer.Option(help="Between any two ranks, such as 100Mbit: what pays there.")
     ] = None,
+    elastic: Annotated[
+        bool, typer.Option("--elastic", help="What the versions of an elastic job take besides.")
+    ] = False,
     operations: Annotated[
         bool, typer.Option("--operations", help="List every operation of the step.")
     ] = False,
@@ -104,7 +108,7 @@ def show_plan(
             costs=_costs(transport, link),
         ).compressed(_width(compress))
         limit = None if memory is None else parse_memory(memory)
-        answer = _Answer.to(training, wanted, limit, linked=link is not None)
+        answer = _Answer.to(training, wanted, limit, linked=link is not None, elastic=elastic)
     if json:
         typer.echo(json_format.dumps(answer.as_dict(), indent=2))
     else:
@@ -119,7 +123,8 @@ class _Answer:
     Attributes:
         plan: of the wanted strategy.
         others: of all strategies.
-        limit: bytes of memory; None if any will do.
+        versions: bytes that the versions of an elastic job take at most, beside the plan.
+        limit: bytes of memory for the plan; None if any will do.
         best: the cheapest that fits.
         closest: the one that needs least memory.
         helps: what would make that fit, where none does.
@@ -128,6 +133,7 @@ class _Answer:
 
     plan: Plan
     others: tuple[Plan, ...]
+    versions: int
     limit: int | None
     best: Plan | None
     closest: Plan
@@ -136,7 +142,13 @@ class _Answer:
 
     @classmethod
     def to(
-        cls, training: Training, wanted: Strategy, limit: int | None, *, linked: bool
+        cls,
+        training: Training,
+        wanted: Strategy,
+        limit: int | None,
+        *,
+        linked: bool,
+        elastic: bool,
     ) -> _Answer:
         """Work the plans out.
 
@@ -144,6 +156,8 @@ class _Answer:
             ArgumentError: they make no sense.
         """
         plan = training.plan(wanted)
+        versions = _KEPT_PARTS * plan.version_bytes if elastic else 0
+        limit = None if limit is None else max(0, limit - versions)
         others = tuple(training.plan(o) for o in candidates(training.world_size, wanted))
         best = None if limit is None else cheapest(others, limit)
         closest = min(others, key=lambda other: other.peak_bytes)
@@ -154,7 +168,7 @@ class _Answer:
         ways: dict[str, Plan] = {
             each or "float32": training.compressed(each).plan(wanted) for each in widths
         }
-        return cls(plan, others, limit, best, closest, helps, ways)
+        return cls(plan, others, versions, limit, best, closest, helps, ways)
 
     @property
     def fails(self) -> bool:
@@ -166,6 +180,8 @@ class _Answer:
         parts = [str(self.plan), *([self.plan.table()] if operations else []), self._compared()]
         if self.ways:
             parts.append(self._travel())
+        if self.versions:
+            parts.append(self._elastic())
         return parts if self.limit is None else [*parts, self._verdict(self.limit)]
 
     def _travel(self) -> str:
@@ -184,6 +200,15 @@ class _Answer:
                 "meetings, where groups of ranks may train apart"
             )
         return "\n".join(lines)
+
+    def _elastic(self) -> str:
+        """Return what an elastic job takes besides."""
+        place, part = self.plan.placement, text.size(self.plan.version_bytes)
+        sent = "of which a replica has the same" if place.replicas > 1 else "sent to another host"
+        return (
+            f"a version of an elastic job has {part} of each rank, {sent}; versions take up to "
+            f"{text.size(self.versions)} of memory"
+        )
 
     def _compared(self) -> str:
         rows = [
@@ -230,6 +255,7 @@ class _Answer:
                 name: {"bytes_sent": plan.bytes_sent, "seconds": plan.seconds}
                 for name, plan in self.ways.items()
             },
+            "versions_bytes": self.versions,
             "memory": self.limit,
             "cheapest": None if self.best is None else in_words(self.best.strategy),
             "changes": [

@@ -15,14 +15,16 @@ from fsdpcore.checkpoint.storage.opening import DISK_TIMEOUT, StoragePath
 from fsdpcore.collectives import all_gather
 from fsdpcore.collectives.objects import all_gather_object
 from fsdpcore.comm.backend import Backend
+from fsdpcore.core.digests import DIGEST_BYTES
 from fsdpcore.core.errors import CheckpointNotFoundError, MismatchError, StateError
 from fsdpcore.elastic.pace import Pace
 from fsdpcore.elastic.recovery import recover
 from fsdpcore.elastic.seat import Seat
-from fsdpcore.elastic.versions import NONE, State, Versions
+from fsdpcore.elastic.versions import NONE, Draft, State, Versions
 from fsdpcore.fsdp.engine import FSDP, check_idle
 
 _LOG = logging.getLogger("fsdpcore")
+_NOT_ALIKE = bytes(DIGEST_BYTES)
 
 
 def _taken_over(given: Any, loaded: Any) -> Any:
@@ -173,7 +175,7 @@ class Job:
             )
         if self._versions is not None and self.world_size > 1:
             self._check_names()
-            self._versions.make(self.state, self.commits)
+            self._versions.make(self._versions.draft(self.state, self.commits))
             self._versions.wait()
             self.backend.barrier(DISK_TIMEOUT)
 
@@ -220,19 +222,31 @@ class Job:
         seconds = self._computed()
         self.commits += 1
         seat, versions = self._seat, self._versions
-        complete = NONE if versions is None else versions.complete()
         wanted = bool(seat is not None and seat.changed)
         leaves = bool(seat is not None and seat.leaves)
-        row = np.array([[seconds, complete, wanted, leaves]])
-        rows = all_gather(row, self.backend, label="commit")
-        self._pace.note(rows[:, 0].tolist(), warn=self.rank == 0)
-        if seat is not None and versions is not None:
+        complete = NONE if versions is None else versions.complete()
+        draft = self._draft(complete)
+        alike = _NOT_ALIKE if draft is None else draft.alike or _NOT_ALIKE
+        row = [round(seconds * 1e9), complete, wanted, leaves, *np.frombuffer(alike, np.int64)]
+        rows = all_gather(np.array([row], np.int64), self.backend, label="commit")
+        self._pace.note((rows[:, 0] * 1e-9).tolist(), warn=self.rank == 0)
+        if versions is not None:
             complete = int(rows[:, 1].min())
             versions.settle(complete)
-            if rows[:, 2].any():
+            if seat is not None and rows[:, 2].any():
                 self._hand_over(seat, versions, complete, np.flatnonzero(rows[:, 3]).tolist())
-            self._keep(versions, complete)
+            if draft is not None and complete == versions.made:
+                same = alike != _NOT_ALIKE and (rows[:, 4:] == rows[0, 4:]).all()
+                versions.make(draft, alike=bool(same))
+                self._kept = self.commits
         self._begin_step()
+
+    def _draft(self, complete: int) -> Draft | None:
+        """Describe a version, if it is time for one, and the one before is complete here."""
+        versions, due = self._versions, self.commits - self._kept >= self._every
+        if versions is None or not due or self.world_size == 1 or complete != versions.made:
+            return None
+        return versions.draft(self.state, self.commits)
 
     def _begin_step(self) -> None:
         recorder, clock = self.backend.root.recorder, self.backend.clock
@@ -245,13 +259,6 @@ class Job:
         waited, self._noted = root.recorder.waited_since(self._since, self._noted)
         return max(0.0, (root.clock.nanoseconds() - self._since) * 1e-9 - waited)
 
-    def _keep(self, versions: Versions, complete: int) -> None:
-        """Make a version, if it is time for one."""
-        due = self.commits - self._kept >= self._every
-        if due and self.world_size > 1 and complete == versions.made:
-            versions.make(self.state, self.commits)
-            self._kept = self.commits
-
     def _hand_over(
         self, seat: Seat, versions: Versions, complete: int, leaving: Collection[int]
     ) -> None:
@@ -262,7 +269,7 @@ class Job:
             versions.wait()
             self.backend.barrier(DISK_TIMEOUT)
             versions.settle(versions.made)
-        versions.make(self.state, self.commits, leaving)
+        versions.make(versions.draft(self.state, self.commits), leaving)
         versions.wait()
         self.backend.barrier(DISK_TIMEOUT)
         seat.release()

@@ -17,6 +17,7 @@ from fsdpcore.elastic.decree import Decree
 from fsdpcore.elastic.events import Change, Event, Finished, Install, Note, Stop
 from fsdpcore.elastic.generation import Generation, HostCard
 from fsdpcore.elastic.here import Here
+from fsdpcore.elastic.job_tie import JobTie
 from fsdpcore.elastic.mail import Letter, Mail, Message
 from fsdpcore.elastic.paxos import Witness
 from fsdpcore.elastic.peers import Peers
@@ -42,13 +43,12 @@ class Member:
         lost_after: seconds of silence after which an agent is lost.
         patience: seconds for which a decision, or enough ranks, are waited for.
         job: messages of other jobs are ignored, unless this one has not begun and that may be why:
-            see ``_goes_over``. Empty takes the first that answers.
+            see ``JobTie``. Empty takes the first that answers.
         witness: what decides where two halves of a job cannot reach each other.
         seed: of what is left to chance.
 
     Attributes:
         generation: the one that this host has seats in; None if there is none.
-        job: the job's id.
         finished: the job's ranks have ended their program.
         stopped: why this host cannot go on; empty if it can.
     """
@@ -66,7 +66,6 @@ class Member:
         seed: int = 0,
     ) -> None:
         self.generation: Generation | None = None
-        self.job = job
         self.finished = False
         self.stopped = ""
         self._card, self._witness = card, witness
@@ -75,9 +74,7 @@ class Member:
         self._here = Here()
         self._peers = Peers(card.id, lost_after)
         self._mail = Mail(self._peers)
-        self._founder = ""
-        self._hosts = 0  # that a founder waits for
-        self._addresses: tuple[str, ...] = ()
+        self._tie = JobTie(card.id, job)
         self._lost: list[str] = []  # where agents were that may be started again, the newest first
         self._term: Term | None = None  # of ``generation``
         self._report = Report(card)
@@ -89,17 +86,22 @@ class Member:
         self._wake = 0.0
         self._events: list[Event] = []
 
+    @property
+    def job(self) -> str:
+        """The job's id; empty as long as it is not known."""
+        return self._tie.job
+
     # Founding and joining.
 
     def found(self, hosts: int, now: float) -> None:
         """Begin a job, once so many agents with seats are there, or some after ``patience``."""
-        self._founder, self._hosts = self._card.id, hosts
+        self._tie.found(hosts)
         self._waits_since = now
         self._review(now)
 
     def join(self, addresses: Sequence[str], now: float) -> None:
         """Ask to be taken along by the job of any of these agents."""
-        self._addresses = tuple(addresses)
+        self._tie.addresses = tuple(addresses)
         self._waits_since = now
         self._review(now)
 
@@ -203,7 +205,8 @@ class Member:
         report, ballot = letter.report, letter.ballot
         if self.stopped or report.card == self._card or report.card.address != source:
             return
-        if not self._is_ours(letter.job, report, now):
+        known = self._known.number
+        if not self._tie.takes(letter.job, report, known, self._peers.of_job(now)):
             if self._can_correct(report):
                 self._mail.to_address(source)
             return
@@ -222,33 +225,6 @@ class Member:
                     self._mail.to(host, answer)
         elif is_new and report.generation < self._known.number:
             self._mail.to(report.card.id)
-
-    def _is_ours(self, job: str, report: Report, now: float) -> bool:
-        """Whether an agent is of the same job as this one, which may take it for its own."""
-        pairs = (job, self.job), (report.founder, self._founder)
-        if any(theirs and own and theirs != own for theirs, own in pairs):
-            if not self._goes_over(report, now):
-                return False
-            self.job, self._founder, self._hosts = "", "", 0
-        self.job = self.job or job
-        if report.founder and not self._founder:
-            self._founder = report.founder
-            self._addresses = tuple(dict.fromkeys((*self._addresses, report.card.address)))
-        return True
-
-    def _goes_over(self, report: Report, now: float) -> bool:
-        """Whether this agent leaves what it asks, or founds, for another job.
-
-        It does not once it knows a generation: two jobs that go on never become one.
-        """
-        if self._known.number or report.finished:
-            return False
-        if self._hosts:  # a job goes on whose founder was started again: that joins it
-            return report.member
-        if any(each.generation for each in self._peers.of_job(now)):
-            return False
-        # Its founder was started again before the job began, or has gone over itself.
-        return report.is_of_job or report.card.id == self._founder
 
     def _can_correct(self, report: Report) -> bool:
         """Whether an agent of another job should hear of this one, to go over: it has not begun."""
@@ -306,7 +282,7 @@ class Member:
         before, me = self.generation, self._card.id
         there = {card.address for card in decided.hosts}
         known = [card.address for card in self._known.hosts]
-        lost = dict.fromkeys([*known, *self._lost, *self._addresses])
+        lost = dict.fromkeys([*known, *self._lost, *self._tie.addresses])
         self._lost = [address for address in lost if address not in there][:_MOST_LOST]
         self._unmet = 0 if self._here.joined or not before else self._unmet + 1
         ranks = decided.ranks(me)
@@ -330,7 +306,7 @@ class Member:
             self._events.append(Install(decided, ranks, dropped))
 
     def _new_term(self, generation: Generation) -> Term:
-        name, me = f"{self.job}/{self._founder}", self._card.id
+        name, me = f"{self.job}/{self._tie.founder}", self._card.id
         lost_after = self._limits.lost_after
         decree = Decree(generation, name, me, self._witness, self._chance, lost_after)
         return Term(decree, me, self._limits, self._witness)
@@ -350,7 +326,7 @@ class Member:
         if not self.stopped and not self.finished:
             if self._term:
                 self._lead(self._term, now)
-            elif self._hosts and not self._known.number:
+            elif self._tie.hosts and not self._known.number:
                 self._begin(now)
             else:
                 self._wait(now)
@@ -364,7 +340,7 @@ class Member:
         first = successor(view, limits.maximum)
         starting = any(view.reports[host].starting for host in view.linked & {*view.reports})
         enough = len(first.seats) >= limits.minimum
-        if enough and ((len(first.hosts) >= self._hosts and not starting) or late):
+        if enough and ((len(first.hosts) >= self._tie.hosts and not starting) or late):
             self._learn(first, now)
         elif late:
             self._stop(
@@ -375,18 +351,18 @@ class Member:
             self._wake_at(self._waits_since + limits.patience)
             if not self._here.starting:
                 came = f"{len(first.seats)} of at least {limits.minimum} ranks"
-                hosts = f"{len(first.hosts)} of {self._hosts} hosts"
+                hosts = f"{len(first.hosts)} of {self._tie.hosts} hosts"
                 self._note_waiting(f"{came} and {hosts} have come", now)
 
     def _wait(self, now: float) -> None:
         """Wait to be taken along."""
         patience, found = self._limits.patience, self._peers.of_job(now)
-        if why := self._other_witness(found):
+        if why := self._tie.other_witness(self._witness.id if self._witness else "", found):
             self._stop(why)
             return
         if self._waits_since is None or found:
             self._waits_since = now
-        where = ", ".join([card.address for card in self._known.hosts] or self._addresses)
+        where = ", ".join([card.address for card in self._known.hosts] or self._tie.addresses)
         if found:
             self._note("the job knows of this host, which waits until it is taken along")
         elif now >= self._waits_since + patience:
@@ -394,20 +370,6 @@ class Member:
         else:
             self._note_waiting(f"no agent of the job has answered at {where}", now)
         self._wake_at(self._waits_since + patience)
-
-    def _other_witness(self, found: Sequence[Report]) -> str:
-        """Why the job will never take this host along; empty if nothing says so."""
-        own = self._witness.id if self._witness else ""
-        theirs = {report.witness for report in found if report.founder == self._founder}
-        if not theirs or own in theirs:
-            return ""
-        if not own:
-            what = "the job has a witness, and this host has none"
-        elif theirs == {""}:
-            what = "the job has no witness, and this host has one"
-        else:
-            what = "the job has another witness file than this host"
-        return f"{what}: --witness must name the same file on all hosts"
 
     def _lead(self, term: Term, now: float) -> None:
         """See to it that the next generation comes when it must."""
@@ -446,7 +408,7 @@ class Member:
         here = self._here
         return Report(
             self._card,
-            self._founder,
+            self._tie.founder,
             self._known.number,
             self.generation is not None,
             self.finished,
@@ -473,6 +435,6 @@ class Member:
         addresses = {self._peers.address(host) for host in hosts}
         for host in sorted(hosts):
             self._mail.to(host)
-        for address in self._lost if self.generation else self._addresses:
+        for address in self._lost if self.generation else self._tie.addresses:
             if address not in addresses and address != self._card.address:
                 self._mail.to_address(address)

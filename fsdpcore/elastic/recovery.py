@@ -26,7 +26,8 @@ from fsdpcore.core.errors import CommunicationError
 from fsdpcore.core.wildcard import ANY
 from fsdpcore.core.work import Work
 from fsdpcore.elastic.memory import MemoryFile, MemoryStorage
-from fsdpcore.elastic.versions import State, Vault, Version, Whole, pieces_of
+from fsdpcore.elastic.parts import Vault, Version, Whole, pieces_of
+from fsdpcore.elastic.versions import State
 
 _ASK = 0  # tag of what is asked for; answers have others
 _SERVED = 16  # answers under way at a time

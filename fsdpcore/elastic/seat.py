@@ -8,7 +8,7 @@ import threading
 from fsdpcore.comm.transport import Transport
 from fsdpcore.core.errors import ElasticError, StateError
 from fsdpcore.elastic.channel import Channel, Message
-from fsdpcore.elastic.versions import Vault
+from fsdpcore.elastic.parts import Vault
 
 _LOOK_SECONDS = 0.2  # for which a thread waits before it sees whether an interrupt came
 

@@ -2,15 +2,16 @@
 
 A version is a checkpoint whose files are in memory. Of each rank it has a part: the file that the
 rank would write to a disk, and a record of what is in it. The part is on that rank, and soon on
-another one, which ``buddies`` names. A version counts once every part is there whole, wherever.
-While one is made, the one before stays.
+another one, which ``buddies`` names. If that is a replica, which holds the same of the state, it
+writes the file by itself, and only the record is sent. A version counts once every part is there
+whole, wherever. While one is made, the one before stays.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -20,20 +21,20 @@ from fsdpcore.checkpoint.memory.fetching import fetched
 from fsdpcore.checkpoint.plan.describe import StatefulEngine
 from fsdpcore.checkpoint.plan.file_layout import FileLayout, lay_out
 from fsdpcore.checkpoint.plan.kinds import Stateful
-from fsdpcore.checkpoint.plan.save_plan import Rows, WrittenPiece
+from fsdpcore.checkpoint.plan.save_plan import WrittenPiece
 from fsdpcore.checkpoint.save.commit import PreparedSave
-from fsdpcore.checkpoint.save.saver import Saver
+from fsdpcore.checkpoint.save.saver import OwnState, Saver, held_digest, sources_of
 from fsdpcore.checkpoint.save.writing import chunks
 from fsdpcore.checkpoint.storage.opening import DISK_TIMEOUT
 from fsdpcore.collectives import all_gather
 from fsdpcore.comm.backend import Backend
-from fsdpcore.core.buffers import Bytes
+from fsdpcore.core.buffers import Array, Bytes
 from fsdpcore.core.errors import CommunicationError
-from fsdpcore.core.geometry.regions import Box, Range, Region
 from fsdpcore.core.waiting import wait_all
 from fsdpcore.core.work import Work
 from fsdpcore.elastic.buddies import holders
-from fsdpcore.elastic.memory import MemoryStorage, new_room
+from fsdpcore.elastic.memory import MemoryStorage
+from fsdpcore.elastic.parts import Part, Vault, Version, Whole, encoded, pieces_of
 
 State = StatefulEngine | Stateful | Mapping[str, Any]
 
@@ -41,101 +42,38 @@ NONE = -1
 """In place of the commit of a version: there is none."""
 UNDER_WAY = -2
 """Likewise: some of it is still to come."""
+_RECORD_STEP = 1024  # bytes
 
 
-_ROOM = 2
-"""Times as much memory is asked for as a part takes, since parts grow when ranks are lost. What is
-not used takes none; what was used before is much faster than what the system has to give first."""
-
-
-class Version(NamedTuple):
-    """Which one; the higher, the newer.
+class Draft(NamedTuple):
+    """What this rank would have of a version.
 
     Attributes:
-        generation: of the job, in which it was made.
-        commit: of the program.
+        commit: of the version.
+        own: the state, as this rank describes it.
+        prepared: what it would write, by the plan of the version before; None if that is too old.
+        record: likewise.
+        alike: if all ranks have the same here, the version may be made without another word; empty
+            where it may not.
     """
 
-    generation: int
     commit: int
+    own: OwnState
+    prepared: PreparedSave | None = None
+    record: bytes = b""
+    alike: bytes = b""
 
 
-class Whole(NamedTuple):
-    """A version of which all parts are there.
-
-    Attributes:
-        version: which one.
-        keepers: for each part, the ranks (of now) that have it.
-        sizes: of each part, and of its file, in bytes.
-    """
-
-    version: Version
-    keepers: tuple[tuple[int, ...], ...]
-    sizes: tuple[tuple[int, int], ...]
-
-
-class Part(NamedTuple):
-    """What one rank has of a version.
+class _Twin(NamedTuple):
+    """How another rank writes its part.
 
     Attributes:
-        version: of which it is.
-        rank: of that generation.
-        ranks: how many it had.
-        memory: the file, without checksums, and the record.
-        file_bytes: of the file.
+        pieces: in its file.
+        layout: of the file.
     """
 
-    version: Version
-    rank: int
-    ranks: int
-    memory: Bytes
-    file_bytes: int
-
-    @property
-    def file(self) -> Bytes:
-        """The bytes of the file."""
-        return self.memory[: self.file_bytes]
-
-    def record(self) -> dict[str, Any]:
-        """What is in the file, and all that is no array."""
-        found: dict[str, Any] = json.loads(self.memory[self.file_bytes :].tobytes())
-        return found
-
-
-class Vault:
-    """The parts that a rank has in its memory, its own and others', through all generations."""
-
-    def __init__(self) -> None:
-        self.parts: dict[tuple[Version, int], Part] = {}
-        self._free: list[Bytes] = []
-
-    def keep(self, part: Part) -> None:
-        """Have a part, which is whole."""
-        self.parts[part.version, part.rank] = part
-
-    def room(self, size: int) -> Bytes:
-        """Memory for a part of so many bytes."""
-        for index, each in enumerate(self._free):
-            if each.size >= size:
-                return self._free.pop(index)[:size]
-        self._free.clear()  # all too small
-        return new_room(_ROOM * size)[:size]
-
-    def keep_from(self, version: Version) -> None:
-        """Forget what is older than a version; its memory serves again.
-
-        Nobody may send or receive that any more.
-        """
-        self._forget([key for key, part in self.parts.items() if part.version < version])
-
-    def keep_only(self, version: Version) -> None:
-        """Forget all but a version; likewise."""
-        self._forget([key for key, part in self.parts.items() if part.version != version])
-
-    def _forget(self, keys: Iterable[tuple[Version, int]]) -> None:
-        for key in keys:
-            memory = self.parts.pop(key).memory
-            self._free.append(memory if memory.base is None else memory.base)
+    pieces: Sequence[WrittenPiece]
+    layout: FileLayout
 
 
 class Versions:
@@ -158,6 +96,10 @@ class Versions:
         self._pieces: tuple[WrittenPiece, ...] | None = None
         self._layout: FileLayout
         self._told = ""
+        # Of all ranks, as they have last told; what they hold as a digest in two numbers.
+        self._sizes: list[tuple[int, int]] = []
+        self._holdings: list[list[int]] = []
+        self._twins: dict[int, _Twin] = {}
         # What is sent, and the parts that come.
         self._under_way: list[tuple[Work, Part | None]] = []
         self.made = NONE
@@ -183,33 +125,70 @@ class Versions:
                 self._take_in()
         self._under_way.clear()
 
-    def make(self, state: State, commit: int, leaving: Collection[int] = ()) -> None:
-        """Make a version, and begin to copy it; a collective, which blocks for the former.
-
-        What is under way ends before.
+    def draft(self, state: State, commit: int) -> Draft:
+        """Describe a version that may be made; sends nothing.
 
         Args:
             state: what ``checkpoint.save`` takes.
             commit: its number.
+        """
+        own = self._saver.describe(state, step=commit)
+        if not own.alike:
+            return Draft(commit, own)
+        prepared = self._saver.prepared(own)
+        record = self._record(prepared)
+        told = self._size_of(record) == self._sizes[self._backend.rank]
+        return Draft(commit, own, prepared, record, own.alike if told else b"")
+
+    def make(self, draft: Draft, leaving: Collection[int] = (), *, alike: bool = False) -> None:
+        """Make a version, and begin to copy it; blocks for the former.
+
+        What is under way ends before.
+
+        Args:
+            draft: of it.
             leaving: ranks that keep no copies.
+            alike: all ranks have the same ``draft.alike``. If not, it is a collective.
         """
         self.wait()
-        prepared = self._saver.prepare(state, step=commit)
-        record = self._record(prepared)
-        file_bytes = self._layout.places.size
-        memory = self._vault.room(file_bytes + len(record))
-        self._write(prepared, memory)
+        prepared, record = draft.prepared, draft.record
+        again = alike and prepared is not None  # as the version before was made
+        if not again or prepared is None:
+            prepared = self._saver.prepare(draft.own)
+            record = self._record(prepared)
+            self._tell(draft.own, record)
+        size, file_bytes = self._sizes[self._backend.rank]
+        memory = self._vault.room(size)
+        self._write(self._layout, prepared.sources, memory)
         memory[file_bytes:] = np.frombuffer(record, np.uint8)
-        version, rank = Version(self._generation, commit), self._backend.rank
-        own = Part(version, rank, self._backend.world_size, memory, file_bytes)
-        self._vault.keep(own)
-        self.made = commit
-        self._copy(own, leaving)
+        version, rank = Version(self._generation, draft.commit), self._backend.rank
+        part = Part(version, rank, self._backend.world_size, memory, file_bytes)
+        before = Version(self._generation, self.made)
+        self._vault.keep(part)
+        self.made = draft.commit
+        if again:
+            self._copy(part, leaving, draft.own, before)
+        else:
+            self._copy(part, leaving)
 
-    def _write(self, prepared: PreparedSave, memory: Bytes) -> None:
+    def _tell(self, own: OwnState, record: bytes) -> None:
+        """Tell all ranks how large this rank's part is, and what of the state it holds."""
+        holding = np.frombuffer(held_digest(own), np.int64)
+        row = np.array([[*self._size_of(record), *holding]], np.int64)
+        told = all_gather(row, self._backend, label="commit, sizes")
+        self._sizes = [(size, file_bytes) for size, file_bytes, *_ in told.tolist()]
+        self._holdings = [holding for _, _, *holding in told.tolist()]
+        self._twins.clear()
+
+    def _size_of(self, record: bytes) -> tuple[int, int]:
+        """Bytes of this rank's part, and of its file."""
+        file_bytes = self._layout.places.size
+        return file_bytes + len(record), file_bytes
+
+    def _write(self, layout: FileLayout, sources: Sequence[Array], memory: Bytes) -> None:
         """Copy the arrays to where they are in the file; nobody reads what is beside them."""
-        places = self._layout.places
-        ordered = [prepared.sources[index] for index in places.order]
+        places = layout.places
+        ordered = [sources[index] for index in places.order]
         at = places.data_start
         memory[:at] = 0
         for group in fetched(ordered, self._backend.device):
@@ -224,28 +203,58 @@ class Versions:
             self._pieces = prepared.pieces
             save_id = f"elastic-{self._generation}"
             self._layout = lay_out(prepared.pieces, save_id, self._backend.rank)
-            self._told = json.dumps([_encoded(each) for each in prepared.pieces])
+            self._told = json.dumps([encoded(each) for each in prepared.pieces])
         about: dict[str, Any] = {"state": prepared.rank_state}
         if prepared.plan is not None:  # rank 0 knows of all arrays, those without elements too
             about |= {"info": prepared.info, "arrays": prepared.plan.arrays}
-        return f'{{"about":{json.dumps(about)},"pieces":{self._told}}}'.encode()
+        record = f'{{"about":{json.dumps(about)},"pieces":{self._told}}}'.encode()
+        # So that it is mostly as long as that of the version before, and others need not be told.
+        return record.ljust(-(-len(record) // _RECORD_STEP) * _RECORD_STEP)
 
-    def _copy(self, own: Part, leaving: Collection[int]) -> None:
-        """Begin to send this rank's part, and to receive those that it is to keep for others."""
+    def _copy(
+        self,
+        own: Part,
+        leaving: Collection[int],
+        state: OwnState | None = None,
+        before: Version | None = None,
+    ) -> None:
+        """Begin to send this rank's part, and to receive those that it is to keep for others.
+
+        Of a replica, which holds the same, only the record is sent: the rest is copied here.
+
+        Args:
+            own: the part.
+            leaving: ranks that keep no copies.
+            state, before: of this rank, and the version before, if this one is made like that.
+        """
         backend, group = self._backend, self._copies
         keepers = holders(self._hosts, leaving)
-        sizes = all_gather(
-            np.array([[own.memory.size, own.file_bytes]]), backend, label="commit, sizes"
-        )
         for rank, keeper in enumerate(keepers):
-            if keeper == backend.rank:
-                size, file_bytes = sizes[rank].tolist()
-                memory = self._vault.room(size)
-                part = own._replace(rank=rank, memory=memory, file_bytes=file_bytes)
-                self._under_way.append((group.irecv(memory, rank), part))
+            if keeper != backend.rank:
+                continue
+            size, file_bytes = self._sizes[rank]
+            memory = self._vault.room(size)
+            part = own._replace(rank=rank, memory=memory, file_bytes=file_bytes)
+            if state is not None and before is not None and self._are_twins(rank, backend.rank):
+                twin = self._twins.get(rank) or self._twin(self._vault.parts[before, rank])
+                self._twins[rank] = twin
+                self._write(twin.layout, sources_of(state, twin.pieces), memory)
+                memory = part.memory[file_bytes:]
+            self._under_way.append((group.irecv(memory, rank), part))
         keeper = keepers[backend.rank]
         if keeper is not None:
-            self._under_way.append((group.isend(own.memory, keeper), None))
+            twins = state is not None and self._are_twins(keeper, backend.rank)
+            sent = own.memory[own.file_bytes :] if twins else own.memory
+            self._under_way.append((group.isend(sent, keeper), None))
+
+    def _are_twins(self, one: int, other: int) -> bool:
+        """Whether two ranks hold the same of the state: they are replicas of each other."""
+        return self._holdings[one] == self._holdings[other]
+
+    def _twin(self, part: Part) -> _Twin:
+        """Return how another rank has written its part of the version before."""
+        pieces = pieces_of(part.record())
+        return _Twin(pieces, lay_out(pieces, f"elastic-{self._generation}", part.rank))
 
     def spread(self, whole: Whole) -> None:
         """Begin to copy parts that only one host has; all ranks call it with the same version."""
@@ -277,18 +286,3 @@ class Versions:
         """Forget what is older than a version that is complete on all ranks, if one is."""
         if commit >= 0:
             self._vault.keep_from(Version(self._generation, commit))
-
-
-def _encoded(piece: WrittenPiece) -> list[Any]:
-    region = piece.region
-    return [piece.name, piece.dtype, piece.shape, region.start, region.stop]
-
-
-def pieces_of(record: Mapping[str, Any]) -> list[WrittenPiece]:
-    """Return the pieces of a part's file."""
-    found = []
-    for name, dtype, shape, start, stop in record["pieces"]:
-        region: Region
-        region = Range(start, stop) if isinstance(start, int) else Box(tuple(start), tuple(stop))
-        found.append(WrittenPiece(name, dtype, tuple(shape), region, Rows(0, 0, 0)))
-    return found

@@ -20,6 +20,7 @@ from fsdpcore.fsdp.plan.plan import Plan
 from fsdpcore.fsdp.plan.report import Report
 from fsdpcore.fsdp.sharding.strategy import Strategy
 from fsdpcore.fsdp.state.release import release
+from fsdpcore.fsdp.state.save import ShardedState
 from fsdpcore.fsdp.state.verbs import StateVerbs
 from fsdpcore.fsdp.step.executor import StepExecutor
 from fsdpcore.fsdp.step.stats import StepStats
@@ -148,6 +149,7 @@ class FSDP(StateVerbs):
         self.algorithm = options.algorithm
         self._pool = BufferPool(backend)
         self._model = make_model(self.units, backend, options, optimizer, tensor)
+        self._sharded = ShardedState(self._model)
         self._memory = make_memory(self._model, self.units, self._pool)
         self.windowed, self.all_windowed = self._memory.windowed, self._memory.all_windowed
         executor = StepExecutor(self._model, self._pool, self._memory)
@@ -320,6 +322,7 @@ class FSDP(StateVerbs):
             let_go(unit)
         self.units = ()
         self._model = replace(self._model, units=())
+        self._sharded = ShardedState(self._model)
         self._memory = ModelMemory(file=None, window_bytes=0, all_windowed=False)
         executor = StepExecutor(self._model, self._pool, self._memory)
         self._figures = StepFigures(executor, self._pool, 0)

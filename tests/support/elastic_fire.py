@@ -158,7 +158,8 @@ class Fire:
         return {
             pid: entry
             for pid, entry in last.items()
-            if (host is None or entry.host == host.number) and _lives(pid)
+            # At its end a process no longer says where it is.
+            if (host is None or entry.rest.get("host") == host.number) and _lives(pid)
         }
 
     def ended(self) -> bool:
@@ -210,7 +211,8 @@ class Fire:
         self.faults[kind] += 1
         began = time.monotonic()
         getattr(self, f"_{kind}")()
-        if self.wait(lambda: self.whole(began), f"no recovery from {kind}"):
+        struck = time.monotonic()  # all may have made a commit while it was made out whom to strike
+        if self.wait(lambda: self.whole(struck), f"no recovery from {kind}"):
             self.seconds.setdefault(kind, []).append(time.monotonic() - began)
 
     def flurry(self, count: int) -> None:

@@ -483,7 +483,7 @@ def state(member: Member) -> str:
     if member.generation is None:
         if member._known.number:
             return "spare"
-        return "founds" if member._hosts else "joins"
+        return "founds" if member._tie.hosts else "joins"
     term = member._term
     assert term is not None
     decree, proposer = term.decree, term.decree._proposer

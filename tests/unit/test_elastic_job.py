@@ -181,6 +181,109 @@ def test_what_had_come_when_a_rank_was_lost_counts() -> None:
     assert training.restored == {1: 0, 2: 3, 3: 3}
 
 
+@pytest.mark.parametrize(
+    "strategy", ["full_shard", "no_shard", "shard_optimizer", fc.Strategy("hybrid_shard", True, 2)]
+)
+def test_a_version_is_as_large_as_the_plan_says(strategy: str | fc.Strategy) -> None:
+    def program(job: fc.elastic.Job) -> tuple[int, int, int]:
+        params = {"w": np.ones((300, 200), np.float32), "b": np.ones(300, np.float32)}
+        engine = fc.FSDP(
+            [fc.Unit("u", params, frozen="b")],
+            job.backend,
+            strategy=strategy,
+            optimizer=fc.optim.AdamW(1e-3),
+        )
+        job.restore(engine)
+        assert job._seat is not None
+        parts = job._seat.vault.parts
+        (own,) = [part for (_, rank), part in parts.items() if rank == job.rank]
+        return engine.plan().version_bytes, own.file_bytes, len(parts)
+
+    results = ThreadJob(fc.elastic.run(program), (0, 1, 2, 3)).run()
+    planned, measured, parts = zip(*results, strict=True)
+    assert parts == (2, 2, 2, 2)
+    assert planned == pytest.approx([60_000 * 12 // 4 + 300] * 4, rel=0.01)
+    assert sum(measured) == pytest.approx(sum(planned), rel=0.05)  # what is whole is not cut
+
+
+@pytest.mark.parametrize("strategy", ["no_shard", fc.Strategy("hybrid_shard", True, 2)])
+def test_replicas_keep_each_others_parts_and_send_none(strategy: str | fc.Strategy) -> None:
+    received: list[list[int]] = []  # bytes of copies, of each rank
+    kept: dict[tuple[int, int], list[bytes]] = {}  # by commit and part
+
+    def program(job: fc.elastic.Job) -> int:
+        units = [fc.Unit(name, {"w": np.ones((300, 100), np.float32)}) for name in "uv"]
+        optimizer = fc.optim.AdamW(1e-3)
+        engine = fc.FSDP(
+            units, job.backend, strategy=strategy, optimizer=optimizer, virtual_ranks=4
+        )
+        job.restore({"engine": engine, "own": fc.checkpoint.PerRank(job.rank)})
+        for number in range(3):
+            train(engine, number)
+            job.commit()
+            assert job._versions is not None
+            assert job._seat is not None
+            job._versions.wait()
+            for (version, part), each in job._seat.vault.parts.items():
+                if version.commit == number + 1:
+                    kept.setdefault((number, part), []).append(each.memory.tobytes())
+            job.backend.barrier()
+        calls = [each.call for each in job.backend.root.recorder.entries() if not each.sequence]
+        received.append([call.nbytes for call in calls if call.operation == "recv"])
+        return job.rank
+
+    def train(engine: fc.FSDP, number: int) -> None:
+        with engine.step() as step:
+            for leaf in step.leaves():
+                for name in "uv":
+                    with step.forward(name):
+                        pass
+                for name in "vu":
+                    with step.backward(name) as (params, grads):
+                        for key, value in params.items():
+                            grads[key] = value * (leaf + number + 1)
+            step.update()
+
+    assert ThreadJob(fc.elastic.run(program), (0, 0, 1, 1)).run() == [0, 1, 2, 3]
+    for rank in range(4):
+        for number in range(3):
+            here, there = kept[number, rank]
+            assert here == there
+        assert kept[0, rank][0] != kept[1, rank][0] != kept[2, rank][0]
+    assert sum(first for first, *_ in received) > 60_000 * 12
+    assert all(later == [1024] * 3 for _, *later in received)  # the records
+
+
+def test_a_commit_is_one_collective_unless_the_state_is_another() -> None:
+    sent: list[int] = []  # by rank 0, collectives of each commit
+
+    def program(job: fc.elastic.Job) -> Any:
+        state = job.restore({"x": np.full(3, -1.0), "log": "", "more": {}})
+        for number in range(job.commits, 8):
+            state["x"] += 1
+            if number == 3:
+                state["log"] = 2000 * "a line of text "  # the record has no room for it
+            if number == 5:
+                state["more"] = {"y": np.arange(4)}
+            assert job._versions is not None
+            job._versions.wait()
+            job.backend.barrier()
+            if number == 7 and job.generation == 1:
+                threads.ranks[1].kill()
+            before = job.backend.root.recorder.entries()
+            job.commit()
+            new = job.backend.root.recorder.entries()[len(before) :]
+            if job.rank == 0 and job.generation == 1:
+                sent.append(sum(entry.sequence > 0 for entry in new))
+        return job.generation, state["x"].tolist(), len(state["log"]), state["more"]
+
+    threads = ThreadJob(fc.elastic.run(program), (0, 1, 2))
+    for generation, x, log, more in threads.run():
+        assert (generation, x, log) == (2, [7.0] * 3, 30_000)
+        np.testing.assert_equal(more, {"y": np.arange(4)})
+    assert [number for number, count in enumerate(sent) if count > 1] == [3, 5]
+
+
 def test_a_program_may_end_by_exit() -> None:
     def program(job: fc.elastic.Job) -> None:
         job.restore({"x": np.zeros(3)})

@@ -293,7 +293,7 @@ def test_who_waits_for_a_job_that_goes_on_is_not_drawn_away_by_a_founder() -> No
     one.seat_ready(0, 0.0)
     one.found(1, 0.0)
     guest._peers.note(one._report, 1, 0.0)
-    guest.job, guest._founder = "job 1", "1"
+    guest._tie.job, guest._tie.founder = "job 1", "1"
     other.found(2, 0.0)
     other._mail.to_address("c:1")
     talk(0.0, b=other, c=guest)

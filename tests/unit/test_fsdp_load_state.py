@@ -188,7 +188,9 @@ def test_an_ignored_array_is_replaced_and_the_callers_stays():
         engine = fc.FSDP([unit], backend)
         state = engine.state_dict(full=True)
         state.arrays["u.mask"] = mask + 5
+        assert_array_equal(engine.state_dict()["u.mask"], mask)
         engine.load_state_dict(state)
+        assert_array_equal(engine.state_dict()["u.mask"], mask + 5)
         unit.unshard()
         assert_array_equal(unit.params["mask"], [5, 6, 7])
         assert not unit.params["mask"].flags.writeable

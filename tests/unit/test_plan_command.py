@@ -58,6 +58,14 @@ def test_the_cheapest_that_fits(plan):
     assert "cheapest that fits 5.30 GB: full_shard\n" in plan("--memory", "5.3GB").stdout
 
 
+def test_versions_of_an_elastic_job_take_memory_from_the_step(plan):
+    # 12 bytes per parameter over 64 ranks; four parts of 1.3125 GB leave 5.75 GB of 11.
+    result = plan("--memory", "11GB", "--elastic")
+    assert "a version of an elastic job has 1.31 GB of each rank, sent to" in result.stdout
+    assert "cheapest that fits 5.75 GB: full_shard" in result.stdout
+    assert "elastic" not in plan("--memory", "11GB").stdout
+
+
 def test_fewest_bytes_then_time_decide(plan):
     found = told(plan("--memory", "80GB", "--transport", "zmq", "--json"))
     fitting = [each for each in found["strategies"] if each["fits"]]

@@ -104,9 +104,10 @@ class AsyncCheckpointer(BackgroundSaves[Saved]):
             what = "save unless busy"
             agree(self._backend, what, error, timeout=self._backend.timeout, ending=hint)
         self._settle()
-        prepared = self._saver.prepare(
+        own = self._saver.describe(
             state, step=step, extra=extra, generators=generators, metrics=metrics
         )
+        prepared = self._saver.prepare(own)
         try:
             prepared = replace(prepared, sources=self._staging.copy(prepared.sources))
         except Exception as error:  # no memory: the other ranks hear of it in the background

@@ -91,5 +91,5 @@ def save(
     except Exception as error:
         refuse(backend, error)
         raise
-    prepared = saver.prepare(state, step=step, extra=extra, generators=generators, metrics=metrics)
-    return saver.write(prepared, backend)
+    own = saver.describe(state, step=step, extra=extra, generators=generators, metrics=metrics)
+    return saver.write(saver.prepare(own), backend)

@@ -21,7 +21,7 @@ from fsdpcore.checkpoint.plan.save_plan import (
     decode_written,
     plan_table,
 )
-from fsdpcore.checkpoint.save.alike import check_alike, in_one, said_of
+from fsdpcore.checkpoint.save.alike import Said, check_alike, in_one, said_of
 from fsdpcore.checkpoint.save.commit import Commit, PreparedSave
 from fsdpcore.checkpoint.save.step_folder import Saved
 from fsdpcore.checkpoint.storage.opening import DISK_TIMEOUT, StoragePath, open_storage
@@ -30,12 +30,51 @@ from fsdpcore.checkpoint.storage.steps import check_step
 from fsdpcore.collectives.consensus import LocalAttempt, agree, receive
 from fsdpcore.collectives.objects import gather_object
 from fsdpcore.comm.backend import Backend
+from fsdpcore.core.buffers import Array
 from fsdpcore.core.checks import as_instance, as_positive
-from fsdpcore.core.digests import hex_digest
+from fsdpcore.core.digests import digest, hex_digest
 from fsdpcore.core.disagreement import Disagreement, check_same
 from fsdpcore.core.errors import ArgumentError
 
 _UNWRITTEN = "Nothing was written"
+
+
+class _SaveRequest(NamedTuple):
+    """What a rank has been given to save, and that makes sense.
+
+    Attributes:
+        contents: the state, taken apart.
+        holding: its arrays.
+        step, metrics: see ``save``.
+        rank_state: what of the metadata is this rank's own.
+    """
+
+    contents: Contents
+    holding: HeldState
+    step: int
+    metrics: dict[str, float]
+    rank_state: dict[str, Any]
+
+
+class OwnState(NamedTuple):
+    """What one rank would save.
+
+    Attributes:
+        request: in full; None if it cannot be saved.
+        extra: a copy of the user's.
+        said: of what all ranks should have alike.
+        text: what the ranks tell each other.
+        alike: a digest of 16 bytes. If all ranks have the same one, ``prepared`` may follow; empty
+            where there is no plan yet for these arrays.
+        error: why it cannot be saved.
+    """
+
+    request: _SaveRequest | None
+    extra: Any
+    said: Said
+    text: str
+    alike: bytes
+    error: Exception | None = None
 
 
 class Saver:
@@ -67,7 +106,28 @@ class Saver:
         self._pieces: tuple[WrittenPiece, ...] = ()
         self._plan: SavePlan | None = None
 
-    def prepare(
+    def prepare(self, own: OwnState) -> PreparedSave:
+        """Agree on a save; a collective.
+
+        Args:
+            own: of this rank, by ``describe``.
+        """
+        # No disk is involved yet: the ranks wait for one another as in any collective. But for what
+        # a GPU has to do before its arrays can be compared.
+        patience = None if self._backend.device.on_host else self._timeout
+        replies = refuse(self._backend, own.error, own.text, patience)
+        everyone = [json.loads(reply) for reply in replies]
+        _check_same(everyone, self._backend)
+        assert own.request is not None
+        if not all(known for *_, known, _ in everyone):
+            self._arrays, arrays = None, own.request.holding.arrays
+            self._agree(arrays, [names for *_, names in everyone])
+            self._arrays = arrays
+        if len({alike for *_, alike, _, _ in everyone}) > 1:
+            check_alike(own.said, self._backend, _UNWRITTEN)
+        return self.prepared(own)
+
+    def describe(
         self,
         state: object,
         *,
@@ -75,42 +135,36 @@ class Saver:
         extra: Any = None,
         generators: Generators | None = None,
         metrics: Mapping[str, float] | None = None,
-    ) -> PreparedSave:
-        """Agree on a save; a collective. The arguments are those of ``save``."""
-        described = ""
+    ) -> OwnState:
+        """Return what this rank would save, or why it cannot; the arguments of ``save``."""
         with LocalAttempt() as attempt:
-            checked = _checked(state, self._backend, step, extra, generators, metrics)
+            request = _checked(state, self._backend, step, extra, generators, metrics)
             if self._retention is not None:
                 self._retention.check_metrics([*(metrics or ())])
-            said = said_of(checked.contents, self._backend)
-            known = checked.holding.arrays == self._arrays
+            said = said_of(request.contents, self._backend)
+            known = request.holding.arrays == self._arrays
             if not known:
-                self._told = holding(checked.holding.arrays)
-            about = [checked.step, checked.metrics, _digest(extra), in_one(said), known]
-            described = json.dumps([*about, hex_digest(self._told.names.encode())])
-        # No disk is involved yet: the ranks wait for one another as in any collective. But for what
-        # a GPU has to do before its arrays can be compared.
-        patience = None if self._backend.device.on_host else self._timeout
-        replies = refuse(self._backend, attempt.error, described, patience)
-        everyone = [json.loads(reply) for reply in replies]
-        _check_same(everyone, self._backend)
-        held, contents = checked.holding, checked.contents
-        if not all(known for *_, known, _ in everyone):
-            self._arrays = None
-            self._agree(held.arrays, [names for *_, names in everyone])
-            self._arrays = held.arrays
-        if len({alike for *_, alike, _, _ in everyone}) > 1:
-            check_alike(said, self._backend, _UNWRITTEN)
-        sources = [rows_of(held.sources[each.rows.piece], each.rows) for each in self._pieces]
+                self._told = holding(request.holding.arrays)
+            about = [request.step, request.metrics, _digest(extra), in_one(said), known]
+            text = json.dumps([*about, hex_digest(self._told.names.encode())])
+            alike = digest(json.dumps(about).encode()) if known else b""
+            # The caller's may change before it is written.
+            return OwnState(request, copy.deepcopy(extra), said, text, alike)
+        return OwnState(None, None, {}, "", b"", attempt.error)
+
+    def prepared(self, own: OwnState) -> PreparedSave:
+        """Return a save on which the ranks agree, as they know by ``alike``; sends nothing."""
+        request = own.request
+        assert request is not None
         return PreparedSave(
-            checked.step,
+            request.step,
             self._pieces,
-            tuple(sources),
+            sources_of(own, self._pieces),
             self._plan,
-            contents.info,
-            copy.deepcopy(extra),  # the caller's may change before it is written
-            checked.metrics,
-            checked.rank_state,
+            request.contents.info,
+            own.extra,
+            request.metrics,
+            request.rank_state,
         )
 
     def _agree(self, arrays: Sequence[HeldArray], names: Sequence[str]) -> None:
@@ -140,29 +194,26 @@ class Saver:
         return Commit(self._storage, backend, prepared, self._retention, self._timeout).run()
 
 
+def sources_of(own: OwnState, pieces: Sequence[WrittenPiece]) -> tuple[Array, ...]:
+    """Return the elements of pieces that this rank, or one that holds the same, writes."""
+    assert own.request is not None
+    held = own.request.holding.sources
+    return tuple(rows_of(held[each.rows.piece], each.rows) for each in pieces)
+
+
+def held_digest(own: OwnState) -> bytes:
+    """Return a digest of what a rank holds, of whichever replica; of 16 bytes."""
+    assert own.request is not None
+    arrays = [each._replace(replica=0) for each in own.request.holding.arrays]
+    return digest(repr(arrays).encode())
+
+
 def refuse(
     backend: Backend, error: Exception | None, value: str = "", timeout: float | None = None
 ) -> list[str]:
     """Begin a save together, or have all ranks raise what one of them found; a collective."""
     limit = backend.timeout if timeout is None else timeout
     return agree(backend, "save", error, value, timeout=limit, ending=_UNWRITTEN)
-
-
-class _SaveRequest(NamedTuple):
-    """What a rank has been given to save, and that makes sense.
-
-    Attributes:
-        contents: the state, taken apart.
-        holding: its arrays.
-        step, metrics: see ``save``.
-        rank_state: what of the metadata is this rank's own.
-    """
-
-    contents: Contents
-    holding: HeldState
-    step: int
-    metrics: dict[str, float]
-    rank_state: dict[str, Any]
 
 
 def _checked(

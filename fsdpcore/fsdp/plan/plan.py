@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
+import numpy as np
+
 from fsdpcore.core import text
 from fsdpcore.fsdp.plan.sizes import Persistent, UnitSize
 from fsdpcore.fsdp.plan.step_log import Live, PlannedCollective
@@ -70,6 +72,22 @@ class Plan:
     def peak_bytes(self) -> int:
         """The most that the rank ever holds."""
         return self.persistent.total + self.peak_live.total
+
+    @property
+    def version_bytes(self) -> int:
+        """This rank's part of a version of an elastic job, about.
+
+        That is the master parameters and the optimizer's state, dealt out evenly over the ranks. It
+        is sent to a rank of another host for each version, unless that is a replica. A rank keeps
+        up to four times as much: its own part and that of another, of two versions.
+        """
+        place = self.placement
+        masters = sum(
+            size * np.dtype(dtype).itemsize
+            for unit in self.units
+            for size, dtype in ((unit.size, unit.dtype), *unit.frozen_parts)
+        )
+        return (masters // place.shards + self.persistent.optimizer) // place.replicas
 
     @property
     def bytes_sent(self) -> int:
@@ -147,6 +165,7 @@ class Plan:
             "peak_bytes": self.peak_bytes,
             "pinned": self.pinned,
             "bytes_sent": self.bytes_sent,
+            "version_bytes": self.version_bytes,
             "padding_bytes": self.padding_bytes,
             "gathers": self.gathers,
             "reductions": self.reductions,

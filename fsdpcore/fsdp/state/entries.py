@@ -224,6 +224,25 @@ def entries_of(units: Sequence[ShardedUnit], *, optimizer: bool) -> list[StateEn
     return entries
 
 
+def memory_of(units: Sequence[ShardedUnit], *, optimizer: bool) -> list[Array]:
+    """Return all arrays of which ``entries_of`` and ``ignored_of`` give parts.
+
+    As long as they are the same objects, so are the entries.
+    """
+    found: list[Array | None] = []
+    for unit in units:
+        found += unit.ignored.values()
+        for part in unit.flat_parameters:
+            found += [part.master, part.received]
+        if optimizer and unit.updater is not None:
+            found += unit.updater.state.values()
+            for each in unit.updater.whole_state.values():
+                found += each.values()
+        if optimizer and unit.gradients.quantised is not None:
+            found.append(unit.gradients.quantised.error)
+    return [each for each in found if each is not None]
+
+
 def ignored_of(units: Iterable[ShardedUnit]) -> dict[str, tuple[ShardedUnit, str]]:
     """Return where each ignored array is: its unit, and its name there."""
     return {f"{unit.name}.{name}": (unit, name) for unit in units for name in unit.ignored}

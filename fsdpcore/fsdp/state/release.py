@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fsdpcore.collectives import barrier
 from fsdpcore.core.buffers import Array
-from fsdpcore.fsdp.state.save import full_state, sharded_state
+from fsdpcore.fsdp.state.save import ShardedState, full_state
 from fsdpcore.fsdp.state.state import ArrayPiece, ShardedArray
 from fsdpcore.fsdp.units.buffer_pool import BufferPool
 from fsdpcore.fsdp.units.model import ShardedModel
@@ -18,7 +18,7 @@ def release(
     if full:
         state = full_state(model, optimizer=False, to=to)
     else:
-        state = sharded_state(model, optimizer=False, to=to)
+        state = ShardedState(model).get(optimizer=False, to=to)
         barrier(model.groups.everyone, label="release(full=False)")
     arrays = {name: array if full else _copied(array) for name, array in state.arrays.items()}
     for name, owner in state.info["ties"].items():

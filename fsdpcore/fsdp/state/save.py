@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 from fsdpcore.collectives import all_gather_v, barrier, gather_v
@@ -10,28 +11,56 @@ from fsdpcore.core.checks import as_int
 from fsdpcore.core.errors import ArgumentError
 from fsdpcore.fsdp.sharding.process_groups import ProcessGroups
 from fsdpcore.fsdp.state.boxes import gather_boxes, scatter_boxes
-from fsdpcore.fsdp.state.entries import StateEntry, by_unit, entries_of, ignored_of, ties_of
+from fsdpcore.fsdp.state.entries import (
+    StateEntry,
+    by_unit,
+    entries_of,
+    ignored_of,
+    memory_of,
+    ties_of,
+)
 from fsdpcore.fsdp.state.state import FORMAT, ArrayPiece, EngineState, ShardedArray
 from fsdpcore.fsdp.units.model import ShardedModel
 from fsdpcore.fsdp.units.views import read_only
 
 
-def sharded_state(model: ShardedModel, *, optimizer: bool, to: int | str = "all") -> EngineState:
-    """Return views of what this rank holds; does not communicate, and copies nothing.
+class ShardedState:
+    """Views of what this rank holds of an engine, made again only where its memory is another.
 
-    Raises ArgumentError where ``to`` names a single rank, as only ``full_state`` can.
+    Args:
+        model: of the engine.
     """
-    if to != "all":
-        raise ArgumentError("to=... belongs to full=True; each rank has its own shards anyway")
-    model.status.check_whole()
-    if optimizer:
-        model.status.check_own("the state of the optimizer, which has the weights now,")
+
+    def __init__(self, model: ShardedModel) -> None:
+        self._model = model
+        self._known: dict[bool, tuple[list[Array], dict[str, ShardedArray | Array]]] = {}
+
+    def get(self, *, optimizer: bool, to: int | str = "all") -> EngineState:
+        """Return the views; does not communicate, and copies nothing.
+
+        Raises ArgumentError where ``to`` names a single rank, as only ``full_state`` can.
+        """
+        if to != "all":
+            raise ArgumentError("to=... belongs to full=True; each rank has its own shards anyway")
+        model = self._model
+        model.status.check_whole()
+        if optimizer:
+            model.status.check_own("the state of the optimizer, which has the weights now,")
+        memory = memory_of(model.units, optimizer=optimizer)
+        known, arrays = self._known.get(optimizer, ([], {}))
+        if len(known) != len(memory) or not all(map(operator.is_, known, memory)):
+            arrays = _views(model, optimizer)
+            self._known[optimizer] = memory, arrays
+        return EngineState(arrays, info_of(model))
+
+
+def _views(model: ShardedModel, optimizer: bool) -> dict[str, ShardedArray | Array]:
     arrays: dict[str, ShardedArray | Array] = {}
     for entry in entries_of(model.units, optimizer=optimizer):
         arrays[entry.name] = sharded(model.groups, entry, read_only(entry.data))
     for name, (unit, param) in ignored_of(model.units).items():
         arrays[name] = unit.ignored[param]
-    return EngineState(arrays, info_of(model))
+    return arrays
 
 
 def sharded(groups: ProcessGroups, entry: StateEntry, data: Array) -> ShardedArray:

@@ -11,7 +11,7 @@ from fsdpcore.core.checks import as_int
 from fsdpcore.fsdp.state.averaged import averaged
 from fsdpcore.fsdp.state.full import full_params, full_tree
 from fsdpcore.fsdp.state.load import load_params, load_state
-from fsdpcore.fsdp.state.save import full_state, sharded_state
+from fsdpcore.fsdp.state.save import ShardedState, full_state
 from fsdpcore.fsdp.state.state import EngineState, LoadReport, Progress
 from fsdpcore.fsdp.state.writing import set_progress, update_shards, writing_state
 from fsdpcore.fsdp.units.model import ShardedModel
@@ -28,6 +28,7 @@ class StateVerbs:
 
     tree: ParamTree | None
     _model: ShardedModel
+    _sharded: ShardedState
 
     def averaged(self, kind: str | None = None) -> AbstractContextManager[None]:
         """Have an average of the weights in the place of the weights, for a ``with`` block.
@@ -94,7 +95,7 @@ class StateVerbs:
         """
         if full:
             return full_state(self._model, optimizer=optimizer, to=to)
-        return sharded_state(self._model, optimizer=optimizer, to=to)
+        return self._sharded.get(optimizer=optimizer, to=to)
 
     def load_state_dict(
         self,
