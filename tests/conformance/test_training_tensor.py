@@ -19,7 +19,7 @@ from test_training import BATCH, CLIP, EPS, MODEL, batch, reference
 import fsdpcore as fc
 from fsdpcore import parallel as tp
 
-STEPS = 50
+STEPS = 12
 CUT_AND_SHARDED = {"shard": 2, "tensor": 2}
 PROCESSES = ["zmq", "mpi"]
 # Where the parameters of the unsharded model are in this one.
@@ -112,7 +112,7 @@ def trained(axes, along_sequence, steps=STEPS, dtype=np.float32, strategy="full_
 
 def train_and_pass(backend):
     """The training along the sequence, which has all kinds of collectives; and all layers."""
-    result = train(backend, CUT_AND_SHARDED, 12, True, np.float32, "full_shard")
+    result = train(backend, CUT_AND_SHARDED, STEPS, True, np.float32, "full_shard")
     return result, parallel_chain.both_ways(backend)
 
 
@@ -197,14 +197,14 @@ HYBRID = fc.Strategy("hybrid_shard", shard_group_size=2)
     ids=["tensor", "tensor, sequence", "shard", "hybrid"],
 )
 def test_so_it_does_on_other_meshes(axes, along_sequence, strategy):
-    for result in trained(axes, along_sequence, 12, strategy=strategy):
-        assert_follows(result, unsharded(12, np.float32), **FP32)
+    for result in trained(axes, along_sequence, strategy=strategy):
+        assert_follows(result, unsharded(STEPS, np.float32), **FP32)
 
 
 @pytest.mark.parametrize("along_sequence", [False, True], ids=["whole", "sequence"])
 def test_in_float64_nothing_else_differs(along_sequence):
-    wanted = unsharded(20, np.float64)
-    for result in trained(CUT_AND_SHARDED, along_sequence, 20, np.float64):
+    wanted = unsharded(STEPS, np.float64)
+    for result in trained(CUT_AND_SHARDED, along_sequence, STEPS, np.float64):
         assert_follows(result, wanted, losses=1e-9, norms=1e-9, params=1e-9)
 
 
