@@ -71,9 +71,7 @@ def sim(world_size, steps, setup):
     )
 
 
-@pytest.mark.parametrize(
-    ("world_size", "kind"), [(3, "full"), (4, "hybrid"), (2, "optimizer")]
-)
+@pytest.mark.parametrize(("world_size", "kind"), [(3, "full"), (4, "hybrid"), (2, "optimizer")])
 def test_many_steps_are_those_of_an_unsharded_loop(world_size, kind):
     """All of them take fifty steps in a campaign."""
     setup = Setup(KINDS[kind](world_size), clip=CLIP, window=False)

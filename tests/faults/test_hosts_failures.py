@@ -17,7 +17,7 @@ from support.zmq_ranks import Line, Outcome, RankProcess, ready
 import fsdpcore as fc
 
 pytestmark = pytest.mark.usefixtures("needs_hosts")
-waits = pytest.mark.side_by_side(6)
+waits = pytest.mark.side_by_side(4)
 
 VICTIM = 2  # the first rank of the second host
 HEARTBEAT = 1.0
