@@ -60,19 +60,19 @@ def test_out_that_others_do_not_fit(what: str, transport: str, world_size: int) 
     run(outputs.not_foreseen, transport=transport, world_size=world_size, args=(what,))
 
 
-@jobs(1, 3, 8, on=["sim"])
+@jobs(1, 3, on=["sim"])
 @bodies(*OF_VALUES)
 def test_values(body: Any, transport: str, world_size: int) -> None:
     run(body, transport=transport, world_size=world_size)
 
 
-@jobs(1, 3, 8)
+@jobs(1, 3)
 @bodies(*OF_ARRAYS)
 def test_arrays(body: Any, transport: str, world_size: int) -> None:
     run(body, transport=transport, world_size=world_size)
 
 
-@jobs(1, 2, 3, 7)
+@jobs(2, 7)
 @bodies(reductions.ring_to_rounding)
 def test_rounding(body: Any, transport: str, world_size: int) -> None:
     run(body, transport=transport, world_size=world_size)
@@ -88,19 +88,19 @@ def test_arrays_on_all_numbers_of_ranks(body: Any, transport: str, world_size: i
 @jobs()
 def test_every_dtype_and_op(transport: str, world_size: int) -> None:
     """All of them on three ranks that are threads; elsewhere a part, not the same on all."""
-    every = 7 if TRANSPORTS[transport].costly else 1 if world_size == 3 else 4
+    every = 1 if (transport, world_size) == ("sim", 3) else 7
     args = (every, world_size % every)
     run(reductions.every_dtype_and_op, transport=transport, world_size=world_size, args=args)
 
 
-@jobs(2, 3, 4, 7, 8, of_processes=[3])
+@jobs(3, 7, of_processes=[3])
 @bodies(reductions.large_arrays, movement.large_arrays)
 def test_large_arrays(body: Any, transport: str, world_size: int) -> None:
     elements = 40_000 if world_size in LARGE else MANY_ELEMENTS
     run(body, transport=transport, world_size=world_size, args=(elements,))
 
 
-@jobs(3, 8)
+@jobs(3, 7)
 @bodies(reductions.every_shape, movement.every_shape, movement.ragged_exchange)
 def test_short_messages_the_long_way(body: Any, transport: str, world_size: int) -> None:
     run(body, transport=transport, world_size=world_size, **TRANSPORTS[transport].tight)

@@ -37,6 +37,10 @@ THOROUGH = ["sim, off", "zmq, hosts"]
 # What the other modules run everywhere, too, as memory is shared there without being asked for.
 AS_EVERYWHERE = ["zmq, on"]
 EVERY_DAY = [where for where in WHERE if where not in AS_EVERYWHERE]
+# Where messages take the long way, the other modules have all that travels by messages alone.
+BOTH_WAYS = [where for where in EVERY_DAY if "off" not in where]
+# One of each transport.
+OF_ALL_KINDS = ["sim, off", "zmq, hosts", "mpi, hosts"]
 
 SHAPES = [reductions.every_shape, movement.every_shape]
 EVERYWHERE = [groups.any_members_in_any_order, asynchronous.every_collective]
@@ -81,7 +85,7 @@ def _run(body: Any, where: str, *args: Any) -> None:
     run(body, transport=transport, world_size=world_size, args=args, **options)
 
 
-@_among(where for where in EVERY_DAY if "mpi" not in where)
+@_among(where for where in BOTH_WAYS if "mpi" not in where)
 @bodies(*SHAPES)
 def test_shapes(body: Any, transport: str, where: str) -> None:
     _run(body, where)
@@ -93,16 +97,10 @@ def test_hosts(body: Any, transport: str, where: str) -> None:
     _run(body, where)
 
 
-@_among(AS_EVERYWHERE)
-@bodies(*SHAPES)
-def test_memory_that_is_asked_for(body: Any, transport: str, where: str) -> None:
-    _run(body, where)
-
-
 @pytest.mark.campaign
-@_among(AS_EVERYWHERE)
+@_among(WHERE)
 @bodies(*SHAPES, *EVERYWHERE)
-def test_all_with_memory_that_is_asked_for(body: Any, transport: str, where: str) -> None:
+def test_shapes_on_all_hosts(body: Any, transport: str, where: str) -> None:
     _run(body, where)
 
 
@@ -125,7 +123,7 @@ def test_all_hosts(body: Any, transport: str, where: str) -> None:
     _run(body, where)
 
 
-@_among(EVERY_DAY)
+@_among(OF_ALL_KINDS)
 def test_some_dtypes_and_ops(transport: str, where: str) -> None:
     every = 3 if where in THOROUGH else 6
     _run(reductions.every_dtype_and_op, where, every, list(WHERE).index(where) % every)
@@ -150,7 +148,7 @@ def _hosts(backend: fc.Backend) -> tuple[tuple[int, ...], int]:
     return backend.hosts, backend.host_group().world_size
 
 
-@_among(EVERY_DAY)
+@_among(where for where in WHERE if where in (*OF_ALL_KINDS, "sim, hosts"))
 @bodies(reductions.large_arrays, movement.large_arrays)
 def test_large_arrays(body: Any, transport: str, where: str) -> None:
     _run(body, where, 140_000)

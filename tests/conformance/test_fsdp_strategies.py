@@ -14,10 +14,17 @@ from support.spmd import run
 
 import fsdpcore as fc
 
-WORLD_SIZES = [2, 3, 4, 8]
+WORLD_SIZES = [2, 3, 4]
 CLIP = 1.3  # of norms that fall from 5 to below it
 SHORT, LONG = 3, 50
 GRID = [(p, strategy) for p in WORLD_SIZES for strategy in strategies(p)]
+# Groups of groups: what four ranks have no room for.
+GRID += [
+    (8, fc.Strategy("full_shard", 4)),
+    (8, fc.Strategy("hybrid_shard", True, 4)),
+    (8, fc.Strategy("hybrid_shard", 2, 4)),
+    (8, fc.Strategy("hybrid_shard", False, 2)),
+]
 # One of each kind, over and among as many ranks as there are.
 KINDS = {
     "full": lambda p: fc.Strategy("full_shard"),
@@ -64,13 +71,11 @@ def sim(world_size, steps, setup):
     )
 
 
-@pytest.mark.parametrize(
-    ("world_size", "kind"), [(4, "full"), (4, "hybrid"), (3, "regather"), (2, "optimizer")]
-)
+@pytest.mark.parametrize(("world_size", "kind"), [(3, "full"), (4, "hybrid"), (2, "optimizer")])
 def test_many_steps_are_those_of_an_unsharded_loop(world_size, kind):
-    """Fifty steps of one strategy, twelve of others; all of them take fifty in a campaign."""
+    """All of them take fifty steps in a campaign."""
     setup = Setup(KINDS[kind](world_size), clip=CLIP, window=False)
-    steps = LONG if kind == "full" else 12
+    steps = 12
     reference = expected(world_size, steps, setup)
     losses, norms, _ = reference
     assert losses[-1] < losses[0] - 0.5  # it learns, so that the comparison means something
@@ -106,13 +111,9 @@ def train_all(backend, setups, steps):
     ("transport", "world_size", "options"),
     [
         ("sim", 3, {"hosts": 2}),
-        ("sim", 4, {"hosts": 2}),
-        ("zmq", 2, {}),
         ("zmq", 4, {}),
         ("zmq", 3, {"shm": "off"}),
-        ("zmq", 4, {"shm": "off"}),
         ("mpi", 3, {}),
-        ("mpi", 4, {}),
     ],
 )
 def test_transports_give_the_same_bits(transport, world_size, options):
@@ -124,24 +125,24 @@ def test_transports_give_the_same_bits(transport, world_size, options):
         train_all,
         transport=transport,
         world_size=world_size,
-        args=(setups, 3),
+        args=(setups, 2),
         deterministic=True,
         **options,
     )
     for ours, setup in zip(zip(*results, strict=True), setups, strict=True):
-        assert_same_bits(ours, expected(world_size, 3, setup))
+        assert_same_bits(ours, expected(world_size, 2, setup))
 
 
 @pytest.mark.parametrize("window", [True, False])
 def test_with_and_without_a_window_is_what_was_compared(window):
     for kind in KINDS.values():
-        found = sim(4, 1, Setup(kind(4), window=window))
-        assert [ours[3] for ours in found] == [window] * 4
+        found = sim(2, 1, Setup(kind(2), window=window))
+        assert [ours[3] for ours in found] == [window] * 2
 
 
 @pytest.mark.campaign
 @pytest.mark.parametrize("transport", ["sim", "zmq", "mpi"])
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@pytest.mark.parametrize("world_size", [*WORLD_SIZES, 8])
 def test_fifty_steps_everywhere(transport, world_size):
     """Every kind of strategy, for as many steps, on every transport."""
     setups = [Setup(kind(world_size), clip=CLIP) for kind in KINDS.values()]

@@ -20,8 +20,7 @@ CLIP = 1.3
 # A softmax does not feel the bias of its keys: that gradient is pure rounding noise, which Adam
 # with its usual eps of 1e-8 blows up to full steps. This one keeps noise noise.
 EPS = 1e-5
-# Each of them with a window for the parameters, if it has one, and without.
-TRANSPORTS = ["sim", "zmq"]
+# Without a window for the parameters, if the transport has one.
 APART = {"sim": {"hosts": 2}, "zmq": {"shm": "off"}}
 
 
@@ -136,7 +135,7 @@ def test_every_rank_has_the_same_losses_and_parameters():
 
 @pytest.mark.parametrize(
     ("transport", "algorithm"),
-    [("sim", "star"), ("sim", "direct"), ("sim", "doubling"), ("zmq", "auto"), ("zmq", "doubling")],
+    [("sim", "doubling"), ("zmq", "auto")],
 )
 def test_losses_are_equal_to_the_last_bit_on_transports_and_algorithms(transport, algorithm):
     expected = trained("sim", 4)[0]
@@ -146,20 +145,14 @@ def test_losses_are_equal_to_the_last_bit_on_transports_and_algorithms(transport
 
 
 @pytest.mark.campaign
-@pytest.mark.parametrize("algorithm", ["star", "direct"])
+@pytest.mark.parametrize("algorithm", ["star", "direct", "doubling"])
 def test_so_they_are_between_processes(algorithm):
     test_losses_are_equal_to_the_last_bit_on_transports_and_algorithms("zmq", algorithm)
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_transports_agree_on_other_numbers_of_ranks(world_size):
-    ours, theirs = trained("sim", world_size)[0], trained("zmq", world_size)[0]
-    assert ours[0] == theirs[0]
-    assert_same_parameters(ours[2], theirs[2])
-
-
-@pytest.mark.parametrize(("world_size", "parts"), [(3, 1), (2, 2)])
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize(
+    ("transport", "world_size", "parts"), [("sim", 3, 1), ("sim", 2, 2), ("zmq", 3, 1)]
+)
 def test_a_shared_window_changes_no_bit(transport, world_size, parts):
     together = trained(transport, world_size, parts=parts)[0]
     apart = trained(transport, world_size, parts=parts, apart=True)[0]
@@ -176,9 +169,8 @@ def test_prefetch_changes_nothing_but_the_time():
     assert_same_parameters(ahead[2], without[2])
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 7, 8])
-def test_sharded_training_follows_unsharded_training(world_size):
-    steps = 50 if world_size == 4 else 12
+@pytest.mark.parametrize(("world_size", "steps"), [(1, 12), (3, 50), (8, 12)])
+def test_sharded_training_follows_unsharded_training(world_size, steps):
     losses, norms, params, *_ = trained("sim", world_size, steps=steps)[0]
     want_losses, want_norms, want_params = reference(steps)
     assert want_losses[-1] < want_losses[0] - 0.2  # it learns, so the comparison means something
@@ -196,7 +188,7 @@ def test_gradients_of_several_passes_add_up():
     assert_allclose(twice[1], once[1], rtol=2e-4)
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4, 8])
+@pytest.mark.parametrize("world_size", [2, 3])
 def test_a_rank_holds_one_share_of_everything_between_steps(world_size):
     sizes = [sum(a.size for a in named.values()) for named in initial().values()]
     total = 4 * 4 * sum(sizes)  # parameter, gradient, two moments; four bytes each

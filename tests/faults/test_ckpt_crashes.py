@@ -84,8 +84,9 @@ def test_power_loss_of_a_save_of_many_kinds():
     assert outcomes == {7, 8}
 
 
-@pytest.mark.parametrize("kind", ["ENOSPC", "EIO", "EACCES"])
-@pytest.mark.parametrize("stays", [False, True])
+@pytest.mark.parametrize(
+    ("kind", "stays"), [("ENOSPC", False), ("ENOSPC", True), ("EIO", False), ("EACCES", True)]
+)
 def test_an_error_at_every_call_is_told_to_all_ranks(kind, stays):
     disk = disk_with([(10, 7)])
     files = DiskFiles(disk.copy(), Fault(-1, "", CHANGES))

@@ -53,11 +53,12 @@ NAMES = ["COMMIT", "metadata.json", "rank_0.safetensors", "rank_1.safetensors"]
 
 # One file of arrays is enough: both are read alike.
 @pytest.mark.parametrize("name", [name for name in NAMES if "rank_0" not in name])
-def test_every_bit_counts(disk, name):
+def test_every_byte_counts(disk, name):
+    """Three of its bits: the lowest, the one that makes a letter small, and the highest."""
     assert sorted(files_of(disk)) == NAMES
     data = files_of(disk)[name].data
     for place in range(len(data)):
-        for bit in range(8):
+        for bit in (0, 5, 7):
             data[place] ^= 1 << bit
             assert_refused(disk, f"bit {bit} of byte {place} of {name}")
             data[place] ^= 1 << bit

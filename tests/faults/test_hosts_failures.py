@@ -17,7 +17,7 @@ from support.zmq_ranks import Line, Outcome, RankProcess, ready
 import fsdpcore as fc
 
 pytestmark = pytest.mark.usefixtures("needs_hosts")
-waits = pytest.mark.side_by_side(6)
+waits = pytest.mark.side_by_side(4)
 
 VICTIM = 2  # the first rank of the second host
 HEARTBEAT = 1.0
@@ -97,8 +97,10 @@ def test_a_killed_rank_is_named_on_both_hosts(all_of_host: bool) -> None:
 
 
 @waits
-@pytest.mark.parametrize("body", [exchanging, streaming, receiving])
-@pytest.mark.parametrize("how", ["cut", "silence", "vanish"])
+@pytest.mark.parametrize(
+    ("how", "body"),
+    [("cut", exchanging), ("silence", streaming), ("silence", receiving), ("vanish", receiving)],
+)
 def test_a_lost_host_is_named(body: object, how: str) -> None:
     with Lab(2) as lab, on_hosts(body, lab, 2, heartbeat=HEARTBEAT) as ranks:  # type: ignore[arg-type]
         since = ready(ranks)
@@ -112,11 +114,10 @@ def test_a_lost_host_is_named(body: object, how: str) -> None:
 
 
 @waits
-@pytest.mark.parametrize("how", ["cut", "silence"])
-def test_a_host_that_is_lost_while_nobody_calls_is_known_to_the_next_call(how: str) -> None:
+def test_a_host_that_is_lost_while_nobody_calls_is_known_to_the_next_call() -> None:
     with Lab(2) as lab, on_hosts(idle, lab, 2, heartbeat=HEARTBEAT) as ranks:
         ready(ranks)
-        getattr(lab, how)(1)
+        lab.silence(1)
         time.sleep(2.5 * HEARTBEAT)
         for rank in ranks:
             rank.say("go on")
@@ -127,9 +128,8 @@ def test_a_host_that_is_lost_while_nobody_calls_is_known_to_the_next_call(how: s
 
 
 @waits
-@pytest.mark.parametrize("body", [exchanging, receiving])
-def test_a_stopped_rank_is_named_by_all(body: object) -> None:
-    with Lab(2) as lab, on_hosts(body, lab, 2, heartbeat=HEARTBEAT) as ranks:  # type: ignore[arg-type]
+def test_a_stopped_rank_is_named_by_all() -> None:
+    with Lab(2) as lab, on_hosts(exchanging, lab, 2, heartbeat=HEARTBEAT) as ranks:
         since = ready(ranks)
         ranks[VICTIM].send_signal(signal.SIGSTOP)
         found = outcomes([*ranks[:2], ranks[3]], since)
@@ -138,12 +138,11 @@ def test_a_stopped_rank_is_named_by_all(body: object) -> None:
 
 
 @waits
-@pytest.mark.parametrize(("sender", "receiver"), [(0, 1), (1, 0)])
-def test_a_direction_lost_between_two_hosts_is_noticed_on_both(sender: int, receiver: int) -> None:
+def test_a_direction_lost_between_two_hosts_is_noticed_on_both() -> None:
     """Who is not heard cannot be told so: TCP sends nothing new to who acknowledges nothing."""
     with Lab(2) as lab, on_hosts(exchanging, lab, 2, heartbeat=HEARTBEAT) as ranks:
         since = ready(ranks)
-        lab.lose(sender, receiver)
+        lab.lose(1, 0)
         for rank, one in enumerate(outcomes(ranks, since)):
             assert one.culprit is not None, one
             assert one.culprit // 2 != rank // 2, one

@@ -175,7 +175,6 @@ def test_init_of_several_ranks_without_a_launcher_is_refused(transport, words):
     [
         ("raise", 3, "rank 1 failed: ValueError: rank one is unwell"),
         ("exit 3", 2, "rank 1 failed: SystemExit: 3"),
-        ("exit text", 2, "rank 1 failed: SystemExit: no more"),
     ],
 )
 def test_the_rank_that_failed_is_named_with_its_traceback(transport, how, ranks, words):
@@ -193,7 +192,6 @@ def test_the_rank_that_failed_is_named_with_its_traceback(transport, how, ranks,
     ("how", "ranks", "words"),
     [
         ("os._exit 0", 2, "exit code 0"),
-        ("os._exit 4", 2, "exit code 4"),
         ("kill", 3, "killed by SIGKILL"),
     ],
 )
@@ -232,7 +230,6 @@ def test_a_rank_that_computes_in_python_is_stopped(transport):
     ("kind", "words"),
     [
         ("unpicklable", "rank 1 failed: its result cannot be pickled"),
-        ("lambda", "rank 1 failed: its result cannot be pickled"),
         ("unloadable", "the result of rank 1 cannot be unpickled"),
     ],
 )

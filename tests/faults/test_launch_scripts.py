@@ -127,10 +127,10 @@ def torch_style(rank, size, port):
 def test_ranks_of_torchrun(script, free_port):
     path = script(HEAD + PROGRAM)
     port = free_port()
-    done = launch_all(path, [torch_style(rank, 3, port) for rank in range(3)])
+    done = launch_all(path, [torch_style(rank, 2, port) for rank in range(2)])
     for rank, each in enumerate(done):
         assert (each.code, each.err) == (0, "")
-        assert each.out == f"[({rank}, 3, [6, 6, 6, 6])]\n"
+        assert each.out == f"[({rank}, 2, [3, 3, 3, 3])]\n"
 
 
 def test_ranks_of_srun_need_no_address(script):

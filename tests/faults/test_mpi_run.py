@@ -48,12 +48,11 @@ def last_line(done):
     return done.err.splitlines()[-1].strip("\0 ")
 
 
-@pytest.mark.parametrize("ranks", [1, 3])
-def test_a_script_that_ends_well(script, ranks):
-    done = finished(run(ranks, script(SCRIPT), "a b", "c"), mpi_environ())
+def test_a_script_that_ends_well(script):
+    done = finished(run(3, script(SCRIPT), "a b", "c"), mpi_environ())
     assert (done.code, done.err) == (0, "")
     # MPI's launcher may give them a terminal, though this one reads a pipe.
-    expected = [f"joined mpi {rank} {float(ranks)} False a b c" for rank in range(ranks)]
+    expected = [f"joined mpi {rank} 3.0 False a b c" for rank in range(3)]
     assert sorted(done.out.splitlines()) == expected
 
 
@@ -71,20 +70,13 @@ def test_a_rank_that_is_killed(script):
     assert "killed by SIGKILL" in last_line(done)
 
 
-@pytest.mark.parametrize(
-    ("number", "code", "words"),
-    [
-        (signal.SIGINT, 130, "interrupted (SIGINT); all ranks were stopped"),
-        (signal.SIGTERM, 143, "terminated (SIGTERM); all ranks were stopped"),
-    ],
-)
-def test_signals_end_all_ranks(script, number, code, words):
+def test_ctrl_c_ends_all_ranks(script):
     with started(run(2, script(SCRIPT), "wait"), mpi_environ()) as job:
         job.wait_for("pid", 2)
-        os.killpg(job.process.pid, number)  # as a terminal does
+        os.killpg(job.process.pid, signal.SIGINT)  # as a terminal does
         done = job.finish()
-    assert done.code == code
-    assert last_line(done) == f"fsdpcore: {words}"
+    assert done.code == 130
+    assert last_line(done) == "fsdpcore: interrupted (SIGINT); all ranks were stopped"
 
 
 def test_killing_the_command_leaves_no_rank(script):

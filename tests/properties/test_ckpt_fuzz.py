@@ -126,8 +126,8 @@ def _campaign(count, seed):
 
 
 def test_damaged_inputs_are_refused_or_sound():
-    accepted = _campaign(2000, seed=1)
-    assert 0 < accepted < 1000  # the damage is neither always harmless nor always noticed
+    accepted = _campaign(1000, seed=1)
+    assert 0 < accepted < 500  # the damage is neither always harmless nor always noticed
 
 
 @pytest.mark.campaign

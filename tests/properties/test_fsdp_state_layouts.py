@@ -113,7 +113,7 @@ def body_anywhere(backend, optimizer):
     ("transport", "options"),
     [("sim", {"hosts": 2}), ("zmq", {}), ("zmq", {"shm": "off"}), ("mpi", {})],
 )
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [3])
 def test_on_every_transport(transport, options, world_size):
     results = run_anywhere(
         body_anywhere, transport=transport, world_size=world_size, args=("adamw",), **options

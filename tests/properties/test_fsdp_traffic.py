@@ -174,7 +174,7 @@ def test_a_step_sends_what_the_formulas_say(world_size, strategy):
             assert plan.bytes_sent == data + AGREED * (world_size - 1)
 
 
-@pytest.mark.parametrize(("world_size", "strategy"), EVERY, ids=NAMES)
+@pytest.mark.parametrize(("world_size", "strategy"), EVERY[::2], ids=NAMES[::2])
 def test_sizes_that_do_not_divide_cost_no_more_than_the_padding_that_is_named(world_size, strategy):
     def body(backend):
         engine = engine_of(backend, ODD, strategy)
@@ -277,7 +277,7 @@ def keeps_a_part(strategy, world_size):
 
 
 @pytest.mark.usefixtures("_counting")
-@pytest.mark.parametrize(("prefetch", "reductions"), [(0, 0), (1, 1), (2, 0)])
+@pytest.mark.parametrize(("prefetch", "reductions"), [(0, 0), (1, 1)])
 def test_the_peak_is_within_two_percent_of_the_plan(prefetch, reductions):
     chosen = [s for s in strategies(4) if not keeps_a_part(s, 4)]
     assert not far_from_the_plan(4, EQUAL, prefetch, reductions, chosen)
@@ -285,15 +285,15 @@ def test_the_peak_is_within_two_percent_of_the_plan(prefetch, reductions):
 
 @pytest.mark.usefixtures("_counting")
 @pytest.mark.campaign
-@pytest.mark.parametrize(("prefetch", "reductions"), [(0, 1), (1, 0), (2, 1), (3, 0), (3, 1)])
+@pytest.mark.parametrize("reductions", [0, 1])
+@pytest.mark.parametrize("prefetch", [0, 1, 2, 3])
 def test_so_it_is_with_other_prefetches(prefetch, reductions):
     chosen = [s for s in strategies(4) if not keeps_a_part(s, 4)]
     assert not far_from_the_plan(4, EQUAL, prefetch, reductions, chosen)
 
 
 @pytest.mark.usefixtures("_counting")
-@pytest.mark.parametrize("prefetch", [1, 3])
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(("model", "prefetch"), [("equal", 1), ("unequal", 3)])
 def test_the_peak_of_buffers_of_different_sizes_is_too(model, prefetch):
     chosen = [s for s in strategies(4) if model == "unequal" or keeps_a_part(s, 4)]
     wrong = far_from_the_plan(4, MODELS[model], prefetch, 1, chosen)
@@ -301,7 +301,7 @@ def test_the_peak_of_buffers_of_different_sizes_is_too(model, prefetch):
 
 
 @pytest.mark.usefixtures("_counting")
-@pytest.mark.parametrize("prefetch", [0, 1, 2])
+@pytest.mark.parametrize("prefetch", [0, 2])
 def test_eight_ranks_hold_an_eighth_of_everything_and_the_units_in_use(prefetch):
     """At most 16 bytes for each parameter over 8 ranks, the live units, and padding."""
     shapes = dict.fromkeys("abcdef", (41, 13))

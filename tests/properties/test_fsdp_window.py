@@ -26,14 +26,14 @@ IN_VAIN, FOR_SURE = 0.2, 60.0
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_what_a_rank_reads_is_never_being_written(kind, world_size, seed):
     windowed = run_on(kind, play, world_size=world_size, args=(seed,), max_delay=5e-4, seed=seed)
     assert windowed == [kind is WithWindow] * world_size
 
 
 @pytest.mark.parametrize(("transport", "options"), PROCESSES)
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [3])
 def test_nor_on_any_transport(transport, options, world_size):
     """By its own means, whatever they are."""
     windowed = run(play, transport=transport, world_size=world_size, args=(world_size,), **options)
@@ -172,9 +172,10 @@ def test_a_training_step_needs_no_claim(monkeypatch):
 # What a window changes, and what it does not.
 
 
-@pytest.mark.parametrize("dtype", [np.float32, np.float64])
-@pytest.mark.parametrize("clip", [None, 0.5])
-@pytest.mark.parametrize("world_size", [1, 2, 3, 5])
+@pytest.mark.parametrize(
+    ("world_size", "clip", "dtype"),
+    [(1, 0.5, np.float32), (2, None, np.float64), (3, 0.5, np.float64), (5, None, np.float32)],
+)
 def test_training_gives_the_same_bits_with_and_without(world_size, clip, dtype):
     results = [run_on(k, trained, world_size=world_size, args=(clip, dtype)) for k in KINDS]
     with_window, without = results

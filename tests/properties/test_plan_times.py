@@ -60,12 +60,21 @@ def _both(
     return plan, engine.report().measured
 
 
-@pytest.mark.parametrize("per_host", [1, 2])
-@pytest.mark.parametrize("strategy", STRATEGIES, ids=str)
-@pytest.mark.parametrize(
-    ("ahead", "microbatches", "sync"),
-    [(NOTHING_AHEAD, 1, "each"), (AHEAD, 1, "each"), (FAR_AHEAD, 2, "each"), (AHEAD, 3, "last")],
-)
+PASSES: list[tuple[fc.Prefetch, int, Sync]] = [
+    (NOTHING_AHEAD, 1, "each"),
+    (AHEAD, 1, "each"),
+    (FAR_AHEAD, 2, "each"),
+    (AHEAD, 3, "last"),
+]
+# Every strategy with every kind of passes, on each network every second time.
+CASES = [
+    (1 + (m + n) % 2, strategy, *passes)
+    for m, strategy in enumerate(STRATEGIES)
+    for n, passes in enumerate(PASSES)
+]
+
+
+@pytest.mark.parametrize(("per_host", "strategy", "ahead", "microbatches", "sync"), CASES, ids=str)
 def test_a_step_takes_as_long_as_its_plan_says(
     tmp_path: Path,
     per_host: int,

@@ -48,11 +48,11 @@ def _run(transport: str, size: int, seeds: range, timeout: float) -> None:
 
 @pytest.mark.parametrize("size", [1, *SIZES, 7])
 def test_programs(size: int) -> None:
-    for first in range(1000 * size, 1000 * size + 45, 15):
+    for first in range(1000 * size, 1000 * size + 30, 15):
         _run("sim", size, range(first, first + 15), 60)
 
 
-@jobs(2, 3, 4, on=COSTLY)
+@jobs(3, 4, on=COSTLY)
 def test_programs_of_processes(transport: str, world_size: int) -> None:
     for first in range(1000 * world_size + 100, 1000 * world_size + 120, 10):
         _run(transport, world_size, range(first, first + 10), 60)

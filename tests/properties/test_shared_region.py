@@ -27,7 +27,7 @@ from fsdpcore.collectives.shared import algorithm as shared
 from fsdpcore.collectives.shared import interpreter, region
 from fsdpcore.collectives.state import state_of
 
-SIZES = (1, 2, 3, 8)
+SIZES = (1, 3, 7)
 
 
 @pytest.fixture(autouse=True)
@@ -48,7 +48,7 @@ def test_auto_goes_through_the_region(body: Any, world_size: int) -> None:
     run_on(SharingSim, _auto, world_size=world_size, args=(body,), max_delay=1e-4, seed=1)
 
 
-@pytest.mark.parametrize("world_size", [2, 5])
+@pytest.mark.parametrize("world_size", [5])
 @pytest.mark.parametrize(
     "body",
     [scans.combinations, scans.exclusive, scans.exclusive_of_nothing, scans.where_results_go],
@@ -61,12 +61,6 @@ def test_scans_go_through_the_region(body: Any, world_size: int) -> None:
 @pytest.mark.parametrize("body", [reductions.every_dtype_and_op, movement.every_dtype])
 def test_every_dtype_goes_through_the_region(body: Any, world_size: int) -> None:
     run_on(SharingSim, _auto, world_size=world_size, args=(body,), max_delay=1e-4, seed=1)
-
-
-@pytest.mark.parametrize("world_size", [2, 5])
-def test_some_dtypes_and_ops_go_through_the_region(world_size: int) -> None:
-    body, part = reductions.every_dtype_and_op, (5, world_size % 4)
-    run_on(SharingSim, _auto, world_size=world_size, args=(body, *part), max_delay=1e-4, seed=1)
 
 
 @pytest.mark.campaign

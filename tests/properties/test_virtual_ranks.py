@@ -155,7 +155,7 @@ def test_bits_of_a_training_are_those_of_one_rank(optimizer: Any) -> None:
     def main(backend: fc.Backend) -> dict[str, Any]:
         return program.train(backend, strategy="full_shard", window=False)
 
-    found = [fc.launch(main, world_size=ranks)[0] for ranks in (1, 2, 3, 5, 7, 8)]
+    found = [fc.launch(main, world_size=ranks)[0] for ranks in (1, 2, 3, 7)]
     assert list(np.isfinite(found[0]["norms"])) == [True, False, True]
     equal_bits(found)
 

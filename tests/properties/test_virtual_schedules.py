@@ -52,7 +52,7 @@ def _search(seeds: Iterable[int]) -> int | None:
 
 def test_schedules() -> None:
     with counted() as seen:
-        assert _search(range(400)) is None
+        assert _search(range(200)) is None
     missed = ALL - {*seen}  # the campaign comes through all of them
     assert len(missed) <= 0.15 * len(ALL), f"no schedule comes through {sorted(missed)}"
 
@@ -73,9 +73,9 @@ def test_many_schedules() -> None:
 
 def test_a_seed_is_a_schedule() -> None:
     """The same in another process with other hashes; another seed, another order."""
-    here = _ways(40)
-    assert elsewhere("properties.test_virtual_schedules", "_ways(40)") == str(here)
-    assert len({digest for digest, *_ in here}) == 40
+    here = _ways(12)
+    assert elsewhere("properties.test_virtual_schedules", "_ways(12)") == str(here)
+    assert len({digest for digest, *_ in here}) == 12
 
 
 def _ways(count: int) -> list[tuple[int, int, float]]:

@@ -149,7 +149,7 @@ def _search(seeds: Iterable[int]) -> tuple[int, Played] | None:
 
 def test_schedules() -> None:
     with counted(WATCHED) as seen:
-        assert _search(range(150)) is None
+        assert _search(range(100)) is None
     missed = ALL - {*seen}  # the campaign comes through all of them
     assert len(missed) <= 0.2 * len(ALL), f"no schedule comes through {sorted(missed)}"
 
@@ -170,9 +170,9 @@ def test_many_schedules() -> None:
 
 def test_a_seed_is_a_schedule() -> None:
     """The same in another process with other hashes; another seed, another order."""
-    here = _ways(12)
-    assert elsewhere("properties.test_zmq_schedules", "_ways(12)") == str(here)
-    assert len({digest for digest, _ in here}) == 12
+    here = _ways(6)
+    assert elsewhere("properties.test_zmq_schedules", "_ways(6)") == str(here)
+    assert len({digest for digest, _ in here}) == 6
 
 
 def _ways(count: int) -> list[tuple[int, int]]:

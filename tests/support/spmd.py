@@ -38,6 +38,7 @@ class Transport:
         costly: ranks are processes, so that the suite goes easy on large numbers of them.
         large: the large number of ranks of every day, if it is costly; all are a campaign.
         turn: where it begins to take every second one of the small numbers, if it is costly.
+        alike: it runs the code of another one, and takes one number of ranks for each test.
     """
 
     ranks: Ranks
@@ -45,11 +46,14 @@ class Transport:
     costly: bool = False
     large: int = 8
     turn: int = 0
+    alike: bool = False
 
 
 TRANSPORTS = {
     "sim": Transport(ThreadRanks("sim"), tight={"eager_bytes": 0, "shm": "off"}),
-    "virtual": Transport(ThreadRanks("sim://?clock=virtual&seed=1"), tight={"eager_bytes": 0}),
+    "virtual": Transport(
+        ThreadRanks("sim://?clock=virtual&seed=1"), tight={"eager_bytes": 0}, alike=True
+    ),
     "zmq": Transport(
         ProcessRanks("zmq"),
         tight={"eager_bytes": 0, "segment_bytes": 1024, "shm": "off"},

@@ -315,7 +315,6 @@ def through_numpy(params, x):
     [
         (everything, {}),
         (everything, {"recompute": False}),
-        (everything, {"jit": False}),
         (everything, {"jit": False, "recompute": False}),
         (through_numpy, {"jit": False}),
     ],

@@ -156,7 +156,7 @@ def assert_as_unsharded(results, dtype=np.float32, tolerance=2e-5, steps=STEPS):
 
 @pytest.mark.parametrize(
     ("kind", "world_size"),
-    [("layers", 3), ("layers", 4), ("record", 4), ("whole", 1), ("whole", 4)],
+    [("layers", 3), ("record", 4), ("whole", 2)],
 )
 def test_sharded_training_is_jaxs_own(world_size, kind):
     args = (kind, fc.Strategy("full_shard"))
@@ -170,7 +170,7 @@ OTHERS = [name for name in STRATEGIES if name != "full_shard"]
 @pytest.mark.parametrize(
     ("kind", "strategy"),
     [
-        *((kind, name) for kind in ("layers", "record") for name in OTHERS),
+        *(zip(("layers", "record") * len(OTHERS), OTHERS, strict=False)),
         ("whole", "no_shard"),
     ],
 )

@@ -446,7 +446,7 @@ def test_what_was_just_saved_stays_beside_later_steps(tmp_path):
 
 
 def test_thousands_of_arrays(tmp_path):
-    count = 1500
+    count = 600
 
     def state(rank, sign):
         arrays = {f"layer{number}.w": np.full(3, sign * number) for number in range(count)}

@@ -77,7 +77,7 @@ UNEVEN = [
 @pytest.mark.parametrize(("collective", "algorithm"), [*UNEVEN, ("all_to_all", "bruck")])
 def test_the_table_knows_the_busiest_of_many_ranks(collective: str, algorithm: str) -> None:
     """It does not look at each of them: the formulas do, rank by rank."""
-    for p in (*range(2, 301), 511, 513, 682, 683, 1023, 1025):
+    for p in (*range(2, 131), 255, 257, 511, 513, 682, 683, 1023, 1025):
         _check_the_table(collective, algorithm, p, EXPECTED[collective, algorithm](p))
 
 

@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 from support.spmd import run
 
+import fsdpcore as fc
+
 
 @pytest.fixture(params=["digits_logistic", "layers_fully_shard", "mlp_autograd", "mlp_jax"])
 def example(request: pytest.FixtureRequest) -> Any:
@@ -19,6 +21,9 @@ def example(request: pytest.FixtureRequest) -> Any:
 
 
 def test_one_line_runs_it_on_four_ranks(example, capsys, monkeypatch):
+    """Of its steps, fewer."""
+    launch = fc.launch
+    monkeypatch.setattr(fc, "launch", lambda *args, **options: launch(*args, **options, args=(80,)))
     monkeypatch.delenv("FSDPCORE_TRANSPORT", raising=False)
     runpy.run_path(example.__file__, run_name="__main__")
     shown = capsys.readouterr().out

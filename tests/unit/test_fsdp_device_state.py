@@ -215,7 +215,6 @@ def test_a_state_is_of_the_gpu_in_parts_and_of_the_host_as_a_whole(machine: Any)
     ("ranks", "strategy", "offload", "precision"),
     [
         (2, FULL, "", ""),
-        (2, GRADS, "all", "bf16"),
         (3, NONE, "all", ""),
         (4, HYBRID, "", "bf16"),
     ],

@@ -150,8 +150,11 @@ def trained(backend, loss_scale, clip, dtype, strategy="full_shard"):
     return norms, state_bytes(engine)
 
 
-@pytest.mark.parametrize("clip", CLIPS, ids=repr)
-@pytest.mark.parametrize("dtype", [None, ml_dtypes.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("dtype", "clip"),
+    [*zip([None, ml_dtypes.bfloat16] * 3, CLIPS, strict=True)],
+    ids=str,
+)
 def test_scales_that_are_powers_of_two_change_no_bit(dtype, clip):
     expected = launch(lambda backend: trained(backend, None, clip, dtype), 3)
     for scaling in (2.0**16, 2.0**-3, fc.LossScale(256.0, growth=8.0, interval=2)):

@@ -384,7 +384,6 @@ def gpt_losses(backend, precision, strategy, steps=40):
 @pytest.mark.parametrize(
     ("precision", "strategy"),
     [
-        (fc.Precision(BFLOAT16, FLOAT32), STRATEGIES["full_shard"]),
         (fc.Precision(BFLOAT16, FLOAT32), STRATEGIES["shard_grad_op"]),
         (fc.Precision(FLOAT16, FLOAT32, fc.LossScale(256.0)), STRATEGIES["full_shard"]),
     ],

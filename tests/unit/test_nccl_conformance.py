@@ -31,7 +31,8 @@ def test_alone(body: Any) -> None:
 
 
 def test_every_dtype_and_op() -> None:
-    run(reductions.every_dtype_and_op, 2, deterministic=True)
+    """Every second one: dtypes and operations change places."""
+    run(reductions.every_dtype_and_op, 2, 2, 0, deterministic=True)
 
 
 def test_some_dtypes_and_ops_on_more_ranks() -> None:

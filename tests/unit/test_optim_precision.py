@@ -25,32 +25,27 @@ SIZE = BLOCK_ELEMENTS + 3
 
 
 @pytest.mark.parametrize("optimizer", ELEMENTWISE, ids=repr)
-@pytest.mark.parametrize(
-    ("dtype", "narrow", "scale"),
-    [(*WIDTHS[0], 1.0), *((*width, 0.3) for width in WIDTHS)],
-)
-def test_narrow_gradient_counts_as_if_it_were_made_wide_before(
-    optimizer: Optimizer, dtype: Any, narrow: Any, scale: float
-) -> None:
-    param, grads = random_data(SIZE, 2, dtype)
-    rounded = grads.astype(narrow)
-    result, state = updated(optimizer, param, rounded, grad_scale=scale)
-    wide = rounded.astype(dtype) * np.dtype(dtype).type(scale)
-    expected, expected_state = updated(optimizer, param, wide)
-    assert result.tobytes() == expected.tobytes()
-    for name in optimizer.state_names:
-        assert state[name].tobytes() == expected_state[name].tobytes()
+def test_narrow_gradient_counts_as_if_it_were_made_wide_before(optimizer: Optimizer) -> None:
+    for dtype, narrow, scale in ((*WIDTHS[0], 1.0), *((*width, 0.3) for width in WIDTHS)):
+        param, grads = random_data(SIZE, 2, dtype)
+        rounded = grads.astype(narrow)
+        result, state = updated(optimizer, param, rounded, grad_scale=scale)
+        wide = rounded.astype(dtype) * np.dtype(dtype).type(scale)
+        expected, expected_state = updated(optimizer, param, wide)
+        assert result.tobytes() == expected.tobytes(), (dtype, narrow, scale)
+        for name in optimizer.state_names:
+            assert state[name].tobytes() == expected_state[name].tobytes(), (dtype, narrow, scale)
 
 
 @pytest.mark.parametrize("optimizer", ELEMENTWISE, ids=repr)
-@pytest.mark.parametrize(("dtype", "narrow"), [*WIDTHS, (np.float32, np.float32)])
-def test_out_gets_the_rounded_result(optimizer: Optimizer, dtype: Any, narrow: Any) -> None:
-    param, grads = random_data(SIZE, 2, dtype)
-    out = np.full(SIZE, 7, narrow)
-    result, _ = updated(optimizer, param, grads, out=out)
-    expected, _ = updated(optimizer, param, grads)
-    assert result.tobytes() == expected.tobytes()
-    assert out.tobytes() == expected.astype(narrow).tobytes()
+def test_out_gets_the_rounded_result(optimizer: Optimizer) -> None:
+    for dtype, narrow in (*WIDTHS, (np.float32, np.float32)):
+        param, grads = random_data(SIZE, 2, dtype)
+        out = np.full(SIZE, 7, narrow)
+        result, _ = updated(optimizer, param, grads, out=out)
+        expected, _ = updated(optimizer, param, grads)
+        assert result.tobytes() == expected.tobytes(), (dtype, narrow)
+        assert out.tobytes() == expected.astype(narrow).tobytes(), (dtype, narrow)
 
 
 @pytest.mark.parametrize("narrow", [np.float16, BFLOAT16])

@@ -16,18 +16,18 @@ from fsdpcore.core.errors import ArgumentError
 from fsdpcore.core.reductions import BLOCK, ReduceOp, Reduction
 
 
-@pytest.mark.parametrize("count", [1, 2, 3, 5, 8, 13])
 @pytest.mark.parametrize(
     ("dtype", "op"), oracle.COMBINATIONS, ids=[f"{d}-{o}" for d, o in oracle.COMBINATIONS]
 )
-def test_reduction_of_parts(dtype: np.dtype[Any], op: str, count: int) -> None:
-    parts = arrays_of(count, (37,), dtype)
-    kept = [part.copy() for part in parts]
-    out = np.empty(37, dtype)
-    Reduction.of(op, dtype).reduce(parts, out)
-    check_same(out, oracle.reduced(kept, op), f"{op} of {dtype}")
-    for part, before in zip(parts, kept, strict=True):
-        check_same(part, before, "an input")
+def test_reduction_of_parts(dtype: np.dtype[Any], op: str) -> None:
+    for count in (1, 2, 3, 5, 8, 13):
+        parts = arrays_of(count, (37,), dtype)
+        kept = [part.copy() for part in parts]
+        out = np.empty(37, dtype)
+        Reduction.of(op, dtype).reduce(parts, out)
+        check_same(out, oracle.reduced(kept, op), f"{op} of {count} parts of {dtype}")
+        for part, before in zip(parts, kept, strict=True):
+            check_same(part, before, "an input")
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, np.complex64, np.int16], ids=str)
@@ -386,6 +386,5 @@ def _use_own_functions(backend: fc.Backend) -> None:
         fc.all_reduce(mine, backend, op=op)
 
 
-@pytest.mark.parametrize("transport", ["zmq", "zmq://?shm=off"])
-def test_equal_functions_are_one_in_every_process(transport: str) -> None:
-    fc.launch(_use_own_functions, world_size=2, transport=transport)
+def test_equal_functions_are_one_in_every_process() -> None:
+    fc.launch(_use_own_functions, world_size=2, transport="zmq")

@@ -92,7 +92,7 @@ def test_equal_flows_end_at_one_moment(monkeypatch):
 def test_ends_that_only_rounding_tells_apart_are_one_moment(begin, rate):
     """A link that is never idle ends at one time, however its bytes are cut and when they come."""
     rng = random.Random(5)
-    flows, starts, ranks = Flows(network((0, rate)), 48), [], 24
+    flows, starts, ranks = Flows(network((0, rate)), 48), [], 16
     for dst in range(ranks):
         cuts = sorted(rng.sample(range(1, 10_000), 20 * dst))
         sizes = [b - a for a, b in itertools.pairwise([0, *cuts, 10_000])]

@@ -310,7 +310,7 @@ def test_tune_writes_a_table_that_is_used(tune: Tune, tmp_path: Path) -> None:
     # That there is no such table yet must not keep it from being written.
     file = DEFAULT_FILE
     (tmp_path / "fsdpcore.toml").write_text(f'tuning = "{file}"\ndeterministic = true\n')
-    for transport, ranks in (("sim", 2), ("zmq", 2), ("sim", 3)):
+    for transport, ranks in (("zmq", 2), ("sim", 3)):
         options = ("--transport", transport, "--quick")
         if transport == "sim":  # as if a launcher had started the threads
             done = tune(*options, "-o", file, FSDPCORE_THREADS=str(ranks))
@@ -327,7 +327,7 @@ def test_tune_writes_a_table_that_is_used(tune: Tune, tmp_path: Path) -> None:
     table = read_table(tmp_path / file)
     assert sorted(table) == ["sim", "zmq"]
     assert [entry.ranks for entry in table["zmq"].measured] == [2]
-    assert sorted(entry.ranks for entry in table["sim"].measured) == [2, 3]
+    assert [entry.ranks for entry in table["sim"].measured] == [3]
     config = resolve({"transport": "zmq"}, {}, tmp_path)
     assert config.policy.tuning == table["zmq"]
 
