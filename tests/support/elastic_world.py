@@ -285,7 +285,9 @@ class World:
         if isinstance(event, Install):
             if event.generation.number == 1 and host.id not in self._first():
                 old = [each for each in self.hosts if each.alive and each.member._known.number]
-                parted = any("cut" in fault or "part" in fault for fault in self.faults)
+                # Who does not hear of the job that goes on begins another one.
+                words = ("cut", "part", "freeze")
+                parted = any(word in fault for fault in self.faults for word in words)
                 if parted or old == [host] or self.oracle.finished:
                     raise Over
             self.oracle.installed(host.id, event.generation.encode(), event.ranks)
