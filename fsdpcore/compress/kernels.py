@@ -34,10 +34,13 @@ def _encode(
     signs: NDArray[Any],
     rotation: bool,
     four: bool,
-    top: Any,
+    longer: Any,
+    shorter: Any,
     low: Any,
     high: Any,
+    huge: Any,
     size: Any,
+    rounding: Any,
 ) -> None:
     count, block = values.shape
     half = block // 2
@@ -59,27 +62,37 @@ def _encode(
         else:
             for i in range(block):
                 now[i] = values[j, i]
-        # As integers, the bits of numbers without sign are in order, and nan is the largest.
-        bits = now.view(np.int32)
-        largest = np.int32(0)
+        # As integers, the bits of numbers above zero are in order; those of numbers below zero are
+        # behind all of them and in order of their size, if no integer has a sign; nan is the last.
+        ints, bits = now.view(np.int32), now.view(np.uint32)
+        over, under = np.int32(0), np.uint32(0x80000000)
         for i in range(block):
-            largest = max(largest, bits[i] & np.int32(0x7FFFFFFF))
+            over = max(over, ints[i])
+            under = max(under, bits[i])
+        below = np.int32(under & np.uint32(0x7FFFFFFF))
+        largest = max(over, below)
         if largest >= np.int32(0x7F800000):
             scales[j] = np.inf if largest == np.int32(0x7F800000) else np.nan
             codes[j, :] = 17 if four else 1
             continue
         found[j] = largest
-        scale = min(max(scales[j] / top, low), high)
+        scale = scales[j] / longer
+        found[j] = min(over, below)
+        scale = max(max(scale, scales[j] / shorter), low)
+        if scale > high:
+            scale = huge
+        if over > below:
+            scale = -scale
         scales[j] = scale / size if rotation else scale
+        factor = np.float32(1) / scale
         for i in range(block):
-            now[i] = np.rint(now[i] / scale)
+            now[i] = now[i] * factor + rounding
         if four:
             for i in range(half):
-                lower, upper = np.int32(now[i]), np.int32(now[i + half])
-                codes[j, i] = np.uint8((lower & 15) | ((upper & 15) << 4))
+                codes[j, i] = np.uint8((bits[i] & 15) | ((bits[i + half] & 15) << 4))
         else:
             for i in range(block):
-                codes[j, i] = np.uint8(np.int32(now[i]) & 255)
+                codes[j, i] = np.uint8(bits[i] & 255)
 
 
 def _decode(
