@@ -201,6 +201,12 @@ class OuterStep:
         own = split_sizes(outer.params.size, ranks)[rank]
         return (outer.params.size - own + own * (ranks - 1)) * outer.params.itemsize
 
+    @property
+    def held(self) -> int:
+        """Bytes that this rank keeps for it: the shard as it was, state, and what is packed."""
+        kept = sum(each.nbytes for unit in self._units for each in unit.arrays.values())
+        return kept if self._exchange is None else kept + self._exchange.nbytes
+
     def step(self) -> bool:
         """Count a step, and have what is due meet; to be called after each ``engine.step``.
 
