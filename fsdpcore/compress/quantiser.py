@@ -175,10 +175,10 @@ class Quantiser:
     def _encode(self, values: Floats, scales: Floats, codes: Bytes) -> None:
         form, count = self.form, scales.size
         if self._compiled:
-            kernels.encode()(
+            kernels.encode(form.block)(
                 *(values.reshape(count, form.block), scales, codes, self._rows),
                 *(form.signs, form.rotation, form.bits == 4),
-                *(*form.reach, *form.bounds, np.float32(form.block), ROUNDING),
+                *(*form.reach, *form.bounds, ROUNDING),
             )
             return
         work, other = (self._columns(memory, count) for memory in self._work)
@@ -221,7 +221,7 @@ class Quantiser:
     def _decode(self, scales: Floats, codes: Bytes, out: Floats) -> None:
         form, count = self.form, scales.size
         if self._compiled:
-            kernels.decode()(
+            kernels.decode(form.block)(
                 *(scales, codes, out.reshape(count, form.block), self._rows),
                 *(form.signs, form.rotation, form.bits == 4),
             )
