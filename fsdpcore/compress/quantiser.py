@@ -1,10 +1,10 @@
 """Blocks of float32 as integers of 8 or 4 bits with a scale each, and back.
 
-A block of values ``x`` travels as one float32 ``scale`` and integers ``rint(x / scale)``, from -8 to
-7 with 4 bits. What comes back is ``scale * integer``, which differs by no more than half a scale.
-That is the smallest scale for which this holds: the integers reach one further below zero, so the
-scale has the other sign than the value that is largest, and both ends are off by half a scale. The
-error is smaller by a quarter, in squares, than with ``max|x| / 7``. Scales are never below the
+A block of values ``x`` travels as one float32 ``scale`` and integers ``rint(x / scale)``, with 4
+bits from -8 to 7. What comes back is ``scale * integer``, which differs by no more than half a
+scale. It is the smallest scale for which this holds. The integers reach one further below zero than
+above it, so the scale has the other sign than the largest value; both ends are off by half a scale.
+In squares, the error is a quarter smaller than with ``max|x| / 7``. Scales are never below the
 smallest normal number, so that zeros and denormals need no rule of their own. A block with inf or
 nan comes back as inf or nan everywhere: it is found by whoever looks, and spreads no further than
 the block.
@@ -22,6 +22,8 @@ those of the first half of a block are in the lower halves of the bytes.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -43,6 +45,7 @@ _LARGEST = float(np.finfo(np.float32).max)
 _SCALE_BYTES = 4
 # Half a step more than an integer has, and a little less, so that no rounding goes beyond it.
 _REACH = 0.4999
+_ROWS = 1024
 ROUNDING = np.float32(3 << 22)
 """Added to a small number, it leaves the nearest integer, ties to even, in the lowest bits."""
 
@@ -114,7 +117,6 @@ class Quantiser:
         self._padded = np.empty(self.tile, np.float32)
         self._work = np.empty((2, self.tile), np.float32)
         self._codes = np.empty((2, self.tile), np.int8)
-        self._rows = np.empty((2, form.block), np.float32)
 
     def encode(self, values: Floats, packed: Bytes, start: int = 0) -> None:
         """Write values ``[start, start + values.size)`` of those that ``packed`` has room for.
@@ -176,14 +178,14 @@ class Quantiser:
         form, count = self.form, scales.size
         if self._compiled:
             kernels.encode(form.block)(
-                *(values.reshape(count, form.block), scales, codes, self._rows),
+                *(values.reshape(count, form.block), scales, codes),
                 *(form.signs, form.rotation, form.bits == 4),
                 *(*form.reach, *form.bounds, ROUNDING),
             )
             return
         work, other = (self._columns(memory, count) for memory in self._work)
         columns = values.reshape(count, form.block).T
-        with np.errstate(over="ignore", invalid="ignore", under="ignore"):
+        with _rowwise(), np.errstate(over="ignore", invalid="ignore", under="ignore"):
             if form.rotation:
                 np.multiply(columns, form.signs[:, None], out=work)
                 work, other = _rotated(work, other)
@@ -222,7 +224,7 @@ class Quantiser:
         form, count = self.form, scales.size
         if self._compiled:
             kernels.decode(form.block)(
-                *(scales, codes, out.reshape(count, form.block), self._rows),
+                *(scales, codes, out.reshape(count, form.block)),
                 *(form.signs, form.rotation, form.bits == 4),
             )
             return
@@ -239,13 +241,23 @@ class Quantiser:
             np.copyto(work[half:], shifted)
             np.right_shift(np.left_shift(packed, 4, out=packed), 4, out=packed)
             np.copyto(work[:half], packed)
-        with np.errstate(over="ignore", invalid="ignore", under="ignore"):
+        with _rowwise(), np.errstate(over="ignore", invalid="ignore", under="ignore"):
             np.multiply(work, scales, out=work)
             if form.rotation:
                 work, other = _rotated(work, other)
                 np.multiply(work.T, form.signs, out=out.reshape(count, form.block))
             else:
                 np.copyto(out.reshape(count, form.block), work.T)
+
+
+@contextmanager
+def _rowwise() -> Iterator[None]:
+    """Keep NumPy from copying rows together until they fill a buffer of 8192 elements."""
+    before = np.setbufsize(_ROWS)
+    try:
+        yield
+    finally:
+        np.setbufsize(before)
 
 
 def _rotated(work: Floats, other: Floats) -> tuple[Floats, Floats]:

@@ -25,7 +25,7 @@ from fsdpcore.fsdp.optim.sgd import SGD
 from fsdpcore.fsdp.state.state import FORMAT, ArrayPiece, EngineState, ShardedArray
 from fsdpcore.fsdp.units.unit import Unit
 
-_NESTEROV = SGD(lr=0.7, momentum=0.9, nesterov=True)
+_NESTEROV = SGD(lr=0.7, momentum=0.5, nesterov=True)
 
 
 @dataclass
@@ -84,7 +84,8 @@ class OuterStep:
         engine: of this rank's group.
         groups: this rank, and its counterparts in the other groups: those with the same shard.
         every: so many steps lie between meetings.
-        optimizer: elementwise; by default ``SGD(lr=0.7, momentum=0.9, nesterov=True)``.
+        optimizer: elementwise; by default ``SGD(lr=0.7, momentum=0.5, nesterov=True)``. The
+            authors of DiLoCo take a momentum of 0.9, which wants hundreds of meetings.
         compression: how differences travel, which is its ``reduce``. None for as they are.
         fragments: 1 for all units at once; with more, that many parts of them meet at different
             steps, each once in ``every`` steps, so that less travels at a time.

@@ -14,8 +14,8 @@ from fsdpcore.compress.packing import Span
 from fsdpcore.core.capabilities import Capabilities
 from fsdpcore.core.checks import as_choice, as_finite, as_int
 from fsdpcore.core.errors import ArgumentError
-from fsdpcore.core.geometry.leaf_tree import LeafTree
 from fsdpcore.core.geometry.layout import FlatLayout
+from fsdpcore.core.geometry.leaf_tree import LeafTree
 from fsdpcore.core.policy import Costs
 from fsdpcore.fsdp.plan.plan import Plan
 from fsdpcore.fsdp.plan.sizes import UnitBytes, UnitSize, lay_out, persistent
