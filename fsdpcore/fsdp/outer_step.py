@@ -92,6 +92,7 @@ class OuterStep:
 
     Attributes:
         groups, every, optimizer, compression: as given.
+        apart: True: other groups have other values, and save them elsewhere.
         calls: of ``step`` so far.
         rounds: how many of them have met.
         sends: bytes that this rank sends until all units have met once.
@@ -101,6 +102,8 @@ class OuterStep:
         ArgumentError: arguments that make no sense, or do not go together, with the reason.
         MismatchError: the groups begin with different parameters.
     """
+
+    apart = True
 
     def __init__(
         self,

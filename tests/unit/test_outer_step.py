@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -128,6 +129,16 @@ def test_differences_travel_quantised_and_groups_have_the_same_bits(tmp_path: Pa
     found = launch(body)
     assert len({bits for bits, _, _ in found}) == 1
     assert all(sent < plain for _, sent, plain in found)
+
+
+def test_one_checkpoint_of_several_groups_is_refused(tmp_path: Path) -> None:
+    def body(backend: fc.Backend) -> None:
+        engine, outer = make(backend)
+        for act in (fc.checkpoint.save, fc.checkpoint.load):
+            act(str(tmp_path), {"model": engine, "outer": outer}, backend)
+
+    assert re.search(r"group of ranks \[\d, \d\].*train apart", str(cause_of(body, 4)))
+    assert not list(tmp_path.iterdir())
 
 
 def test_what_makes_no_sense_is_refused() -> None:
