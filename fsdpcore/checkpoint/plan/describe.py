@@ -67,8 +67,8 @@ def check_ranks(state: object, backend: Backend) -> None:
         if others:
             raise ArgumentError(
                 f"this OuterStep is of the group of ranks {mine}, and ranks {others} train apart, "
-                "with other values: each group has a checkpoint of its own; pass the backend of its "
-                "engine. fc.elastic keeps one state of all ranks, so it takes none"
+                "with other values: each group has a checkpoint of its own; pass the backend of "
+                "its engine. fc.elastic keeps one state of all ranks, so it takes none"
             )
     if not is_engine(state) or state.tensor is None:
         return
