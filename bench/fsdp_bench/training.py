@@ -99,7 +99,8 @@ class OurTraining(EngineJob):
             layers = [(name, _WatchedLayer(layer, watch)) for (name, layer), watch in watches]
             optimizer = _WatchedAdamW(**vars(optimizer), watch=self._watch)
         self._stack = fc.LayerStack(layers)
-        compression = fc.Compression(case.compress, case.compress) if case.compress else None
+        width: Any = case.compress or None
+        compression = fc.Compression(width, width) if width else None
         mesh = fc.Mesh(backend, {"group": backend.world_size if case.every else 1, "shard": -1})
         engine = fc.FSDP(
             self._stack.units(np.random.default_rng(SEED)),
