@@ -104,14 +104,18 @@ class Trainer:
             virtual_ranks=options.virtual_ranks,
             compression=options.compression if apart == 1 else None,
         )
-        self.outer = None
-        if options.outer_every is not None:
-            self.outer = fc.OuterStep(
-                self.engine,
-                self.mesh["group"],
-                every=options.outer_every,
-                compression=options.compression,
-            )
+        self.outer = self.outer_step()
+
+    def outer_step(self) -> fc.OuterStep | None:
+        """How groups meet from the parameters on that they have now; None if there is one group."""
+        if self.options.outer_every is None:
+            return None
+        return fc.OuterStep(
+            self.engine,
+            self.mesh["group"],
+            every=self.options.outer_every,
+            compression=self.options.compression,
+        )
 
     @property
     def state(self) -> Any:

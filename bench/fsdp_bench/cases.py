@@ -89,6 +89,8 @@ class Training:
         prefetch, setting: as in ``Exchange``.
         strategy, group: of our engine, and how many ranks share a copy, for those that ask.
         virtual_ranks: of our engine; 0 without.
+        compress: "int8" or "int4": how parameters and gradients of our engine travel.
+        every: steps between outer steps of ranks that are a group each; 0 without. Those compress.
     """
 
     layers: int = 3
@@ -101,6 +103,8 @@ class Training:
     strategy: str = "full_shard"
     group: int = 0
     virtual_ranks: int = 0
+    compress: str = ""
+    every: int = 0
 
     lr = 1e-3
     betas = (0.9, 0.95)

@@ -99,9 +99,12 @@ class OurTraining(EngineJob):
             layers = [(name, _WatchedLayer(layer, watch)) for (name, layer), watch in watches]
             optimizer = _WatchedAdamW(**vars(optimizer), watch=self._watch)
         self._stack = fc.LayerStack(layers)
+        width: Any = case.compress or None
+        compression = fc.Compression(width, width) if width else None
+        mesh = fc.Mesh(backend, {"group": backend.world_size if case.every else 1, "shard": -1})
         engine = fc.FSDP(
             self._stack.units(np.random.default_rng(SEED)),
-            backend,
+            mesh["shard"] if case.every else backend,
             optimizer=optimizer,
             strategy=fc.Strategy(case.strategy, shard_group_size=case.group or None),
             precision=precision,
@@ -109,13 +112,21 @@ class OurTraining(EngineJob):
             window=offload is None,
             offload=offload,
             virtual_ranks=case.virtual_ranks or None,
+            compression=None if case.every else compression,
         )
+        self._outer = None
+        if case.every:
+            self._outer = fc.OuterStep(
+                engine, mesh["group"], every=case.every, compression=compression
+            )
         super().__init__(backend, engine)
         shares = case.virtual_ranks or backend.world_size
         self._rows = {
             leaf: [self._xp.asarray(part) for part in case.rows(leaf, shares)]
             for leaf in engine.leaves
         }
+        if case.every:
+            self._rows = {0: [self._xp.asarray(part) for part in case.rows(backend.rank, shares)]}
 
     def step(self) -> Any:
         """Forward, loss, backward, clipping, AdamW; the loss, the mean over virtual ranks."""
@@ -129,6 +140,8 @@ class OurTraining(EngineJob):
                 self._stack.backward(step, saved, dlogits)
                 losses.append(loss)
             step.update(clip=self._case.clip)
+        if self._outer is not None:
+            self._outer.step()
         return sum(losses) / len(losses)
 
     def split(self, count: int) -> list[float]:
@@ -195,8 +208,9 @@ class Alone(StepJob):
         self._steps = 0
         rng = np.random.default_rng(SEED)
         dtype = (precision or fc.Precision()).param_dtype or np.dtype(np.float32)
+        share = (0, 1) if case.every else (rank, ranks)
         self._units = [
-            _PlainUnit(layer.init(rng), rank, ranks, self._optimizer, xp, dtype)
+            _PlainUnit(layer.init(rng), *share, self._optimizer, xp, dtype)
             for _, layer in self._layers
         ]
         self._x, self._y = (xp.asarray(part) for part in case.rows(rank, ranks))

@@ -154,22 +154,45 @@ _SENDING = {"layers": 8, "width": 256, "heads": 4, "context": 64, "batch": 8}
 _COMPUTING = {"layers": 8, "width": 128, "heads": 2, "context": 128, "batch": 192}
 
 
+class Way(NamedTuple):
+    """How an engine trains: its strategy, and ``compress`` and ``every`` as of ``Training``."""
+
+    strategy: str
+    compress: str = ""
+    every: int = 0
+
+    @property
+    def name(self) -> str:
+        """For tables."""
+        what = f"outer steps, every {self.every}" if self.every else self.strategy
+        return f"{what}, {self.compress}" if self.compress else what
+
+
+_STRATEGIES = ("full_shard", "shard_grad_op", "shard_optimizer", "hybrid_shard", "no_shard")
+_COMPRESSED = (
+    Way("full_shard"),
+    Way("full_shard", "int8"),
+    Way("full_shard", "int4"),
+    Way("shard_grad_op"),
+    Way("shard_grad_op", "int4"),
+    Way("no_shard", "int4", 12),
+)
+
+
 @dataclass(frozen=True)
 class TrainingScenario:
-    """A GPT that is trained on two hosts of two ranks each, with one strategy after the other.
+    """A GPT that is trained on two hosts of two ranks each, in one way after the other.
 
     Attributes:
         name: for ``--parts``.
         rate: of each link, in bits per second.
-        strategies: names.
+        ways: to train.
         sizes: of the model and the batch, as ``Training`` takes them.
     """
 
     name: str
     rate: float
-    strategies: tuple[str, ...] = field(
-        default=("full_shard", "shard_grad_op", "shard_optimizer", "hybrid_shard", "no_shard")
-    )
+    ways: tuple[Way, ...] = field(default=tuple(Way(each) for each in _STRATEGIES))
     hosts: int = 2
     per_host: int = 2
     sizes: Mapping[str, Any] = field(default_factory=lambda: dict(_SENDING))
@@ -189,4 +212,6 @@ class TrainingScenario:
 TRAININGS = (
     TrainingScenario("train-100m", 100e6),
     TrainingScenario("train-1g", 1e9, sizes=_COMPUTING),
+    TrainingScenario("slow-100m", 100e6, _COMPRESSED, hosts=4, per_host=1),
+    TrainingScenario("slow-1g", 1e9, _COMPRESSED, hosts=4, per_host=1),
 )

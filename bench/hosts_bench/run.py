@@ -358,21 +358,23 @@ def _training(
     echo(f"#\n# {scenario.name}: {scenario.title}")
     with _started(request, scenario, program, [ALONE]) as (lab, entrants):
         versions |= versions_of(entrants)
-        for strategy in scenario.strategies:
-            group = scenario.per_host if strategy == "hybrid_shard" else 0
-            case = Training(**scenario.sizes, strategy=strategy, group=group)
-            yield _strategy(request, scenario, case, lab, entrants, echo)
+        for way in scenario.ways:
+            group = scenario.per_host if way.strategy == "hybrid_shard" else 0
+            case = Training(**scenario.sizes, **way._asdict(), group=group)
+            yield _way(request, scenario, way.name, case, lab, entrants, echo)
 
 
-def _strategy(
+def _way(
     request: HostsRun,
     scenario: TrainingScenario,
+    title: str,
     case: Training,
     lab: Lab,
     entrants: Sequence[Entrant],
     echo: options.Echo,
 ) -> dict[str, Any]:
     losses = {}
+    steps = case.every or _STEPS  # groups meet once
     for name, team in entrants:
         team.ask(name, "prepare", case=to_order(case))
         if name != ALONE:
@@ -382,9 +384,9 @@ def _strategy(
 
     def turn(name: str, number: int) -> float:
         before = _sent(lab)
-        took = max(run_seconds(teams[name], name, 0, _STEPS)) / _STEPS
+        took = max(run_seconds(teams[name], name, 0, steps)) / steps
         if name == OURS:
-            moved.append((_sent(lab) - before) / _STEPS)
+            moved.append((_sent(lab) - before) / steps)
             before, link = _sent(lab), _link(lab, scenario)
             # One stream, and one from each host. What warms the link up is a quarter of each.
             size = 2 * 1.25 * scenario.rate / 8 * _STREAM_SECONDS
@@ -394,7 +396,7 @@ def _strategy(
 
     samples = alternate(teams, request.rounds, turn)
     costs = _costs(teams[OURS])
-    planned = teams[OURS].ask(OURS, "planned", count=_STEPS)
+    planned = teams[OURS].ask(OURS, "planned", count=steps)
     for name, team in entrants:
         team.ask(name, "release")
     computing = median(samples.pop(ALONE))
@@ -406,12 +408,14 @@ def _strategy(
         model = replace(model, message=_MESSAGE, speed=speed, costs=costs)
         samples[SIMULATED] = [model.step_seconds(case)]
     echo(
-        _line(case.strategy, bound, samples)
+        _line(title, bound, samples)
+        + f"; {case.batch * case.context / median(samples[OURS]):.0f} tokens/s"
         + f"; computing {1e3 * computing:.1f} ms, {median(moved) / 1e6:.2f} MB: "
         f"{1e3 * moving:.1f} ms; {_by_plan(planned)}"
     )
     return {
         "part": scenario.name,
+        "way": title,
         "case": to_order(case),
         "bound_ms": 1e3 * bound,
         "computing_ms": 1e3 * computing,

@@ -214,7 +214,7 @@ class _Answer:
         rows = [
             (
                 in_words(plan.strategy),
-                text.size(plan.persistent.total),
+                text.size(plan.persistent.total + plan.quantising),
                 text.size(plan.peak_bytes),
                 text.size(plan.bytes_sent),
                 text.duration(plan.seconds),
@@ -243,7 +243,7 @@ class _Answer:
             "strategies": [
                 {
                     "strategy": in_words(other.strategy),
-                    "persistent_bytes": other.persistent.total,
+                    "persistent_bytes": other.persistent.total + other.quantising,
                     "peak_bytes": other.peak_bytes,
                     "bytes_sent": other.bytes_sent,
                     "seconds": other.seconds,

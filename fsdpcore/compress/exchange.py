@@ -46,6 +46,11 @@ class Exchange:
         self._rooms: dict[str, Bytes] = {}
         self._scratch = np.empty((2, self._tile), np.float32)
 
+    @property
+    def nbytes(self) -> int:
+        """Of the memory for what is packed, which is kept for the next collective."""
+        return sum(room.size for room in self._rooms.values())
+
     def gather(
         self, own: Floats, packing: Packing, flat: Floats, label: str, *, differences: bool = False
     ) -> None:

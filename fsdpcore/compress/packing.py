@@ -7,7 +7,7 @@ behind the last parameter does not travel.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -16,6 +16,9 @@ from fsdpcore.compress.quantiser import Format
 
 Span = tuple[int, int]
 """First element, and the one behind the last."""
+
+Rooms = tuple[int, int]
+"""Bytes of the memory for what is sent, and for what arrives."""
 
 
 @dataclass(frozen=True)
@@ -98,9 +101,27 @@ class Packing:
         """Bytes that a rank sends so that each can sum up its chunk: those of the others."""
         return sum(self.counts) - self.chunks[rank].nbytes
 
+    def gather_rooms(self, rank: int) -> Rooms:
+        """Memory that a rank needs so that all have all chunks."""
+        return self.chunks[rank].nbytes, sum(self.counts)
+
+    def scatter_rooms(self, rank: int) -> Rooms:
+        """Memory that a rank needs so that each can sum up its chunk."""
+        return sum(self.counts), self.chunks[rank].nbytes * len(self.chunks)
+
+    def reduce_rooms(self, rank: int) -> Rooms:
+        """Memory that a rank needs so that all have the sum: one does for both of these."""
+        return largest([self.gather_rooms(rank), self.scatter_rooms(rank)])
+
     def reduce_sends(self, rank: int) -> int:
         """Bytes that a rank sends so that all have the sum: both of these."""
         return self.scatter_sends(rank) + self.gather_sends(rank)
+
+
+def largest(rooms: Iterable[Rooms]) -> Rooms:
+    """Return the memory that is large enough for each of these."""
+    found = list(rooms)
+    return max((sent for sent, _ in found), default=0), max((came for _, came in found), default=0)
 
 
 def _chunk(start: int, stop: int, size: int, exact: Sequence[Span], form: Format) -> Chunk:

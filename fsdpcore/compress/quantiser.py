@@ -1,10 +1,13 @@
 """Blocks of float32 as integers of 8 or 4 bits with a scale each, and back.
 
-A block of values ``x`` travels as one float32 ``scale = max|x| / top`` (``top`` is 127, or 7 with 4
-bits) and integers ``rint(x / scale)``, ties to even. What comes back is ``scale * integer``, which
-differs by no more than half a scale. Scales are never below the smallest normal number, so that
-zeros and denormals need no rule of their own. A block with inf or nan comes back as inf or nan
-everywhere: it is found by whoever looks, and spreads no further than the block.
+A block of values ``x`` travels as one float32 ``scale`` and integers ``rint(x / scale)``, with 4
+bits from -8 to 7. What comes back is ``scale * integer``, which differs by no more than half a
+scale. It is the smallest scale for which this holds. The integers reach one further below zero than
+above it, so the scale has the other sign than the largest value; both ends are off by half a scale.
+In squares, the error is a quarter smaller than with ``max|x| / 7``. Scales are never below the
+smallest normal number, so that zeros and denormals need no rule of their own. A block with inf or
+nan comes back as inf or nan everywhere: it is found by whoever looks, and spreads no further than
+the block.
 
 With *rotation* the values are first multiplied by fixed signs and by a Hadamard matrix, in log2 of
 the block's size many passes of sums and differences. That spreads an outlier over its block, and so
@@ -19,6 +22,8 @@ those of the first half of a block are in the lower halves of the bytes.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -38,6 +43,11 @@ TILE = 63 * 1024
 _SMALLEST = float(np.finfo(np.float32).tiny)
 _LARGEST = float(np.finfo(np.float32).max)
 _SCALE_BYTES = 4
+# Half a step more than an integer has, and a little less, so that no rounding goes beyond it.
+_REACH = 0.4999
+_ROWS = 1024
+ROUNDING = np.float32(3 << 22)
+"""Added to a small number, it leaves the nearest integer, ties to even, in the lowest bits."""
 
 
 @dataclass(frozen=True)
@@ -60,9 +70,10 @@ class Format:
         return self.block * self.bits // 8
 
     @property
-    def top(self) -> int:
-        """The largest integer."""
-        return (1 << (self.bits - 1)) - 1
+    def reach(self) -> tuple[np.float32, np.float32]:
+        """How many scales the integers reach on their longer side, and on the other one."""
+        most = 1 << (self.bits - 1)
+        return np.float32(most + _REACH), np.float32(most - 1 + _REACH)
 
     def blocks(self, size: int) -> int:
         """How many blocks so many values have; the last one may be filled up with zeros."""
@@ -79,11 +90,15 @@ class Format:
         return (2 * drawn - 1).astype(np.float32)
 
     @property
-    def bounds(self) -> tuple[np.float32, np.float32]:
-        """The smallest and the largest scale."""
-        low = _SMALLEST * (self.block if self.rotation else 1)
-        high = np.float32(_LARGEST / self.top)
-        return np.float32(low), np.nextafter(high, np.float32(0))
+    def bounds(self) -> tuple[np.float32, np.float32, np.float32]:
+        """The smallest scale, the largest one, and the one that stands for all larger ones.
+
+        A value that is rounded up must not be inf on the way back: above the second one, values
+        are rounded to integers that are never the one on the longer side, with the third one.
+        """
+        low = np.float32(_SMALLEST * (self.block if self.rotation else 1))
+        high = np.nextafter(np.float32(_LARGEST / (1 << (self.bits - 1))), np.float32(0))
+        return low, high, np.float32(_LARGEST) / self.reach[1]
 
 
 class Quantiser:
@@ -96,13 +111,12 @@ class Quantiser:
 
     def __init__(self, form: Format, *, compiled: bool | None = None) -> None:
         self.form = form
-        self._low, self._high = form.bounds
+        self._low, self._high, self._huge = form.bounds
         self._compiled = compiling.available() if compiled is None else compiled
         self.tile = max(1, TILE // form.block) * form.block
         self._padded = np.empty(self.tile, np.float32)
         self._work = np.empty((2, self.tile), np.float32)
         self._codes = np.empty((2, self.tile), np.int8)
-        self._rows = np.empty((2, form.block), np.float32)
 
     def encode(self, values: Floats, packed: Bytes, start: int = 0) -> None:
         """Write values ``[start, start + values.size)`` of those that ``packed`` has room for.
@@ -163,33 +177,29 @@ class Quantiser:
     def _encode(self, values: Floats, scales: Floats, codes: Bytes) -> None:
         form, count = self.form, scales.size
         if self._compiled:
-            kernels.encode()(
-                *(values.reshape(count, form.block), scales, codes, self._rows),
+            kernels.encode(form.block)(
+                *(values.reshape(count, form.block), scales, codes),
                 *(form.signs, form.rotation, form.bits == 4),
-                *(np.float32(form.top), self._low, self._high, np.float32(form.block)),
+                *(*form.reach, *form.bounds, ROUNDING),
             )
             return
         work, other = (self._columns(memory, count) for memory in self._work)
         columns = values.reshape(count, form.block).T
-        with np.errstate(over="ignore", invalid="ignore", under="ignore"):
+        with _rowwise(), np.errstate(over="ignore", invalid="ignore", under="ignore"):
             if form.rotation:
                 np.multiply(columns, form.signs[:, None], out=work)
                 work, other = _rotated(work, other)
             else:
                 np.copyto(work, columns)
-            np.max(np.abs(work, out=other), axis=0, out=scales)
+            self._scale(work, scales)
+            np.multiply(work, np.divide(1, scales), out=work)
             broken = np.flatnonzero(~np.isfinite(scales))
-            kept = np.where(np.isnan(scales[broken]), np.nan, np.inf)
-            np.divide(scales, np.float32(form.top), out=scales)
-            np.clip(scales, self._low, self._high, out=scales)
-            np.divide(work, scales, out=work)
             work[:, broken] = 1
-            np.rint(work, out=work)
+            np.add(work, ROUNDING, out=work)
             if form.rotation:  # the way back makes the values larger by the size of a block
                 np.divide(scales, np.float32(form.block), out=scales)
-            scales[broken] = kept
         integers = self._columns(self._codes[0], count)
-        np.copyto(integers, work, casting="unsafe")
+        np.copyto(integers, work.view(np.int32), casting="unsafe")
         if form.bits == 4:
             half = form.block // 2
             lower = self._columns(self._codes[1], count)[:half]
@@ -198,11 +208,23 @@ class Quantiser:
             np.bitwise_or(integers, lower, out=integers)
         codes[:] = integers.T.view(np.uint8)
 
+    def _scale(self, columns: Floats, scales: Floats) -> None:
+        """Find the scales of columns; inf or nan where one of their values is."""
+        above, below = np.max(columns, axis=0), -np.min(columns, axis=0)
+        longer, shorter = self.form.reach
+        most = np.maximum(above, below)
+        np.maximum(most / longer, np.minimum(above, below) / shorter, out=scales)
+        np.maximum(scales, self._low, out=scales)
+        scales[scales > self._high] = self._huge
+        np.negative(scales, out=scales, where=above > below)
+        broken = np.flatnonzero(~np.isfinite(most))
+        scales[broken] = np.where(np.isnan(most[broken]), np.nan, np.inf)  # nan of one sign
+
     def _decode(self, scales: Floats, codes: Bytes, out: Floats) -> None:
         form, count = self.form, scales.size
         if self._compiled:
-            kernels.decode()(
-                *(scales, codes, out.reshape(count, form.block), self._rows),
+            kernels.decode(form.block)(
+                *(scales, codes, out.reshape(count, form.block)),
                 *(form.signs, form.rotation, form.bits == 4),
             )
             return
@@ -219,13 +241,23 @@ class Quantiser:
             np.copyto(work[half:], shifted)
             np.right_shift(np.left_shift(packed, 4, out=packed), 4, out=packed)
             np.copyto(work[:half], packed)
-        with np.errstate(over="ignore", invalid="ignore", under="ignore"):
+        with _rowwise(), np.errstate(over="ignore", invalid="ignore", under="ignore"):
             np.multiply(work, scales, out=work)
             if form.rotation:
                 work, other = _rotated(work, other)
                 np.multiply(work.T, form.signs, out=out.reshape(count, form.block))
             else:
                 np.copyto(out.reshape(count, form.block), work.T)
+
+
+@contextmanager
+def _rowwise() -> Iterator[None]:
+    """Keep NumPy from copying rows together until they fill a buffer of 8192 elements."""
+    before = np.setbufsize(_ROWS)
+    try:
+        yield
+    finally:
+        np.setbufsize(before)
 
 
 def _rotated(work: Floats, other: Floats) -> tuple[Floats, Floats]:

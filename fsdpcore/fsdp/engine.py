@@ -321,7 +321,7 @@ class FSDP(StateVerbs):
         for unit in self.units:
             let_go(unit)
         self.units = ()
-        self._model = replace(self._model, units=())
+        self._model = replace(self._model, units=(), wire=None)
         self._sharded = ShardedState(self._model)
         self._memory = ModelMemory(file=None, window_bytes=0, all_windowed=False)
         executor = StepExecutor(self._model, self._pool, self._memory)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,13 +20,14 @@ from fsdpcore.core.buffers import Array, bounds_of, split_sizes
 from fsdpcore.core.checks import as_instance, as_int
 from fsdpcore.core.digests import hex_digest
 from fsdpcore.core.errors import ArgumentError, NonFiniteGradientError
+from fsdpcore.core.work import Work
 from fsdpcore.fsdp.engine import FSDP
 from fsdpcore.fsdp.optim.base import Optimizer
 from fsdpcore.fsdp.optim.sgd import SGD
 from fsdpcore.fsdp.state.state import FORMAT, ArrayPiece, EngineState, ShardedArray
 from fsdpcore.fsdp.units.unit import Unit
 
-_NESTEROV = SGD(lr=0.7, momentum=0.9, nesterov=True)
+_NESTEROV = SGD(lr=0.7, momentum=0.5, nesterov=True)
 
 
 @dataclass
@@ -40,6 +42,9 @@ class _OuterUnit:
         packing: how differences travel; None as they are.
         errors: what quantising has left out of the differences, and of the part of their sum that
             this rank makes; none without error feedback.
+        sent: the shard as it was when its difference began to travel; None without ``delay``.
+        total: the sum of all groups' differences, once it is there.
+        work: what has it come; None if it is there, or nothing is on its way.
     """
 
     unit: Unit
@@ -48,12 +53,34 @@ class _OuterUnit:
     state: dict[str, Array]
     packing: Packing | None
     errors: tuple[Array, ...]
+    sent: Array | None
+    total: Array | None
+    work: Work | None = None
 
     @property
     def arrays(self) -> dict[str, Array]:
         """All of it by name; each is as large as the shard."""
         names = ("left_out", "left_out_of_sum")[: len(self.errors)]
-        return {"params": self.params, **self.state, **dict(zip(names, self.errors, strict=True))}
+        found = {"params": self.params, **self.state, **dict(zip(names, self.errors, strict=True))}
+        if self.sent is not None and self.total is not None:
+            found |= {"sent": self.sent, "total": self.total}
+        return found
+
+    def arrived(self) -> Array:
+        """Wait for the sum of all groups' differences."""
+        if self.work is not None:
+            self.work.wait()
+            self.work = None
+        assert self.total is not None, "it was begun"
+        return self.total
+
+    def move(self, shard: Array) -> None:
+        """Go on from ``params``, and from what has changed since the difference was sent."""
+        if self.sent is None:
+            shard[:] = self.params
+            self.total = None
+        else:
+            shard += np.subtract(self.params, self.sent, out=self.sent)
 
 
 class OuterStep:
@@ -84,13 +111,17 @@ class OuterStep:
         engine: of this rank's group.
         groups: this rank, and its counterparts in the other groups: those with the same shard.
         every: so many steps lie between meetings.
-        optimizer: elementwise; by default ``SGD(lr=0.7, momentum=0.9, nesterov=True)``.
+        optimizer: elementwise; by default ``SGD(lr=0.7, momentum=0.5, nesterov=True)``. The
+            authors of DiLoCo take a momentum of 0.9, which wants hundreds of meetings.
         compression: how differences travel, which is its ``reduce``. None for as they are.
         fragments: 1 for all units at once; with more, that many parts of them meet at different
             steps, each once in ``every`` steps, so that less travels at a time.
+        delay: so many steps go on while the differences travel in the background, and what they
+            change stays. Below ``every``; 0 waits for them. It takes memory for two more shards.
 
     Attributes:
-        groups, every, optimizer, compression: as given.
+        groups, every, optimizer, compression, delay: as given.
+        apart: True: other groups have other values, and save them elsewhere.
         calls: of ``step`` so far.
         rounds: how many of them have met.
         sends: bytes that this rank sends until all units have met once.
@@ -101,6 +132,8 @@ class OuterStep:
         MismatchError: the groups begin with different parameters.
     """
 
+    apart = True
+
     def __init__(
         self,
         engine: FSDP,
@@ -110,16 +143,22 @@ class OuterStep:
         optimizer: Optimizer = _NESTEROV,
         compression: Compression | None = None,
         fragments: int = 1,
+        delay: int = 0,
     ) -> None:
         as_instance(engine, FSDP, "engine of OuterStep", "a fc.FSDP")
         as_instance(groups, Backend, "groups of OuterStep", "a Backend, such as mesh['group']")
         self.engine, self.groups = engine, groups
         self.every = as_int(every, "every of OuterStep", minimum=1)
         fragments = as_int(fragments, "fragments of OuterStep", minimum=1, maximum=self.every)
+        self.delay = as_int(delay, "delay of OuterStep", minimum=0, maximum=self.every - 1)
         self.optimizer, self.compression = optimizer, compression
         self._check()
         form = None if compression is None else compression.reduces
-        self._exchange = None if form is None else Exchange(groups, form)
+        self._group, self._executor = groups, None
+        if self.delay:  # calls of two threads in one group have no order
+            self._group = groups.sub(range(groups.world_size), name="outer steps")
+            self._executor = groups.root.new_executor(f"outer-steps-rank{groups.root.rank}")
+        self._exchange = None if form is None else Exchange(self._group, form)
         self.calls = self.rounds = self.bytes_sent = 0
         self.partially_updated = False
         trained = [unit for unit in engine.units if unit.trainable]
@@ -129,7 +168,7 @@ class OuterStep:
         ]
         self.sends = sum(self._sends(each) for each in self._units)
         begun = "".join(hex_digest(each.params.tobytes()) for each in self._units)
-        told = (repr((self.every, fragments, optimizer, compression)), begun)
+        told = (repr((self.every, fragments, self.delay, optimizer, compression)), begun)
         compare(
             groups,
             "OuterStep",
@@ -192,7 +231,8 @@ class OuterStep:
             packing = Packing.of(bounds, size, exact, self._exchange.form)
             errors = 2 if self.compression.error_feedback else 0
         left_out = tuple(np.zeros(size, np.float32) for _ in range(errors))
-        return _OuterUnit(unit, at, params, state, packing, left_out)
+        sent, total = (np.zeros_like(params) if self.delay else None for _ in range(2))
+        return _OuterUnit(unit, at, params, state, packing, left_out, sent, total)
 
     def _sends(self, outer: _OuterUnit) -> int:
         ranks, rank = self.groups.world_size, self.groups.rank
@@ -200,6 +240,12 @@ class OuterStep:
             return outer.packing.reduce_sends(rank) if ranks > 1 else 0
         own = split_sizes(outer.params.size, ranks)[rank]
         return (outer.params.size - own + own * (ranks - 1)) * outer.params.itemsize
+
+    @property
+    def held(self) -> int:
+        """Bytes that this rank keeps for it: the shard as it was, state, and what is packed."""
+        kept = sum(each.nbytes for unit in self._units for each in unit.arrays.values())
+        return kept if self._exchange is None else kept + self._exchange.nbytes
 
     def step(self) -> bool:
         """Count a step, and have what is due meet; to be called after each ``engine.step``.
@@ -214,11 +260,13 @@ class OuterStep:
             StateError: a unit is in use.
         """
         self.calls += 1
-        due = [each for each in self._units if self.calls % self.every == each.at]
+        for each in self._at(self.calls):
+            self._begin(each)
+        due = self._at(self.calls - self.delay)
         if not due:
             return False
-        means = [self._met(each) for each in due]
-        finite = np.array([all(np.isfinite(mean).all() for mean in means)])
+        totals = [each.arrived() for each in due]
+        finite = np.array([all(np.isfinite(total).all() for total in totals)])
         if not all_reduce(finite, self.engine.everyone, op="min", label="outer step")[0]:
             names = ", ".join(each.unit.name for each in due)
             raise NonFiniteGradientError(
@@ -227,28 +275,42 @@ class OuterStep:
             )
         self.rounds += 1
         self.partially_updated = True
-        number = -(-self.calls // self.every)
-        for outer, mean in zip(due, means, strict=True):
+        number = -(-(self.calls - self.delay) // self.every)
+        for outer, total in zip(due, totals, strict=True):
             scale = 1.0 / self.groups.world_size
-            self.optimizer.update(outer.params, mean, outer.state, step=number, grad_scale=scale)
+            self.optimizer.update(outer.params, total, outer.state, step=number, grad_scale=scale)
             with outer.unit.writing() as shard:
-                shard[: outer.params.size] = outer.params
+                outer.move(shard[: outer.params.size])
         self.partially_updated = False
         return True
 
-    def _met(self, outer: _OuterUnit) -> Array:
-        """Return the sum of all groups' differences."""
-        difference: Array = outer.params - outer.unit.shard[: outer.params.size]
-        label = f"outer step of unit {outer.unit.name}"
+    def _at(self, call: int) -> list[_OuterUnit]:
+        """Return what meets in a call of ``step``."""
+        return [each for each in self._units if call > 0 and call % self.every == each.at]
+
+    def _begin(self, outer: _OuterUnit) -> None:
+        """Have the sum of all groups' differences come, in the background with ``delay``."""
+        shard = outer.unit.shard[: outer.params.size]
+        outer.total = np.subtract(outer.params, shard, out=outer.total)
         self.bytes_sent += self._sends(outer)
+        if self._executor is None:
+            self._add_up(outer, outer.total)
+            return
+        assert outer.sent is not None, "there is a delay"
+        outer.sent[:] = shard
+        task = functools.partial(self._add_up, outer, outer.total)
+        outer.work = self._executor.submit(task, f"outer step of unit {outer.unit.name}")
+
+    def _add_up(self, outer: _OuterUnit, difference: Array) -> None:
+        """Put the sum over all groups in the place of this group's difference."""
+        label = f"outer step of unit {outer.unit.name}"
         if outer.packing is None or self._exchange is None:
-            all_reduce(difference, self.groups, out=difference, label=label)
-        else:
-            chunk = outer.packing.chunks[self.groups.rank]
-            first, second = outer.errors or (None, None)
-            mine = None if second is None else second[chunk.start : chunk.stop]
-            self._exchange.reduce(difference, outer.packing, difference, (first, mine), label)
-        return difference
+            all_reduce(difference, self._group, out=difference, label=label)
+            return
+        chunk = outer.packing.chunks[self.groups.rank]
+        first, second = outer.errors or (None, None)
+        mine = None if second is None else second[chunk.start : chunk.stop]
+        self._exchange.reduce(difference, outer.packing, difference, (first, mine), label)
 
     # State, as engines have it for checkpoints.
 
@@ -263,7 +325,9 @@ class OuterStep:
         return self.engine.everyone
 
     def state_dict(self, *, optimizer: bool = True) -> EngineState:
-        """Return this rank's part of what is kept, as views; sends and copies nothing.
+        """Return this rank's part of what is kept, as views; copies nothing.
+
+        What is on its way is waited for; it is taken in its step, also by who loads this.
 
         Args:
             optimizer: False leaves all arrays out; what is left are the numbers in ``info``.
@@ -284,6 +348,8 @@ class OuterStep:
         engine = self.engine.state_dict(optimizer=False)
         arrays = {}
         for outer in self._units:
+            if outer.work is not None:
+                outer.arrived()
             layout = outer.unit.layout
             starts = {p.name: p.shard_start for p in layout.pieces(outer.unit.shard_rank)}
             for param in layout.params:

@@ -9,31 +9,55 @@ import numpy as np
 from numpy.typing import NDArray
 
 TINY = float(np.finfo(np.float32).tiny)
+LARGEST = float(np.finfo(np.float32).max)
+
+
+def step_of(part: NDArray[Any], bits: int) -> float:
+    """The smallest step with which no value is off by more than half of it.
+
+    The integers reach one further below zero than above it; either end may be that one, unless
+    what is rounded to it would be inf.
+    """
+    half = 2.0 ** (bits - 1)
+    above, below = max(0.0, float(part.max())), max(0.0, -float(part.min()))
+    ends = (above / (half + 0.5), below / (half - 0.5))
+    turned = (below / (half + 0.5), above / (half - 0.5))
+    step = max(min(max(ends), max(turned)), TINY)
+    return step if step * half <= LARGEST else LARGEST / (half - 0.5)
 
 
 def round_trip(values: NDArray[Any], bits: int, block: int) -> NDArray[Any]:
-    """Values that no rotation changes, as they come back."""
+    """Values that no rotation changes, as they come back; each is off by half a step at most.
+
+    Known from this: the step, and towards which end the integers reach further.
+    """
     back = np.empty_like(values)
-    top = 2 ** (bits - 1) - 1
     for start in range(0, values.size, block):
         part = values[start : start + block]
         largest = np.abs(part).max()
         if not np.isfinite(largest):
             back[start : start + block] = largest
             continue
-        scale = np.maximum(largest / np.float32(top), np.float32(TINY))
-        back[start : start + block] = np.rint(part / scale) * scale
+        # A little more than the step: no value is rounded to beyond the last integer.
+        half = 2 ** (bits - 1)
+        above, below = max(part.max(), np.float32(0)), max(-part.min(), np.float32(0))
+        ends = np.float32(half + 0.4999), np.float32(half - 1 + 0.4999)
+        scale = max(max(above, below) / ends[0], min(above, below) / ends[1], np.float32(TINY))
+        if scale > np.float32(LARGEST) / half:  # what is rounded up would be inf
+            scale = np.float32(LARGEST) / ends[1]
+        sign = np.float32(-1 if above > below else 1)
+        back[start : start + block] = np.rint(part * (1 / (scale * sign))) * (scale * sign)
     return back
 
 
 def half_steps(values: NDArray[Any], bits: int, block: int) -> NDArray[Any]:
     """Half a step of the scale of each value's block; nan where a block is not finite."""
     steps = np.empty(values.size)
-    top = 2 ** (bits - 1) - 1
     for start in range(0, values.size, block):
-        largest = float(np.abs(values[start : start + block]).max())
-        finite = np.isfinite(largest)
-        steps[start : start + block] = max(largest / top, TINY) / 2 if finite else np.nan
+        part = values[start : start + block]
+        steps[start : start + block] = (
+            step_of(part, bits) / 2 if np.isfinite(part).all() else np.nan
+        )
     return steps
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -85,8 +86,33 @@ def _trained(
 def test_all_ranks_have_the_same_bits_and_send_what_the_plan_says(strategy: fc.Strategy) -> None:
     found = [launch(_trained, args=(strategy, prefetch)) for prefetch in (0, 1)]
     assert len({bits for job in found for bits, _ in job}) == 1
+    launch(_trained, args=(strategy, 1, FEEDBACK))
     plain = launch(_trained, args=(strategy, 0, None))
     assert sum(sent for _, sent in found[0]) < sum(sent for _, sent in plain)
+
+
+def test_what_is_kept_for_quantising_is_counted() -> None:
+    def body(backend: fc.Backend) -> None:
+        unit = fc.Unit("a", {"w": np.zeros((8, 16), np.float32), "b": np.zeros(3, np.float32)})
+        smaller = fc.Unit("s", {"w": np.zeros((2, 8), np.float32)})
+        compression = fc.Compression("int4", "int4", exact=("a.b",), error_feedback=True, block=16)
+        estimate = functools.partial(fc.memory_estimate, [unit, smaller], 2, optimizer_states=0)
+        engine = fc.FSDP(
+            [unit, smaller], backend, optimizer=fc.optim.SGD(lr=0.1), compression=compression
+        )
+        train(engine, lambda unit, params, grads: None)
+        # 131 values in two chunks: rank 0 has 66 of w, rank 1 has 62, b, and one of padding.
+        large, small = 5 * 12, 4 * 12 + 3 * 4
+        own = large if backend.rank == 0 else small
+        gathers, scatters = own + large + small, large + small + 2 * own
+        errors = 4 * (132 + 16)
+        assert engine.held().quantising == gathers + scatters + errors
+        more = estimate(compression=compression, rank=backend.rank)
+        assert more.total - estimate(rank=backend.rank).total == gathers + scatters + errors
+        engine.release()
+        assert engine.held().total == 0
+
+    launch(body, 2)
 
 
 def _flat(name: str, of: Any) -> tuple[NDArray[Any], NDArray[np.bool_]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -64,54 +65,71 @@ def take_steps(engine: fc.FSDP, outer: fc.OuterStep, count: int) -> list[bool]:
     return met
 
 
-def expected(steps: int, every: int, at: Mapping[str, int]) -> list[dict[str, Array]]:
-    """What both groups have, by the formulas of DiLoCo, unit by unit."""
+def expected(
+    steps: int, every: int, at: Mapping[str, int], delay: int
+) -> tuple[list[dict[str, Array]], list[int]]:
+    """What both groups have, by the formulas of DiLoCo, unit by unit; and in which steps they met.
+
+    With a delay, what groups have changed since they sent something is added to what comes of it.
+    """
     anchors = values()
     groups = [values(), values()]
     buffers = {name: np.zeros_like(array) for name, array in anchors.items()}
-    for number in range(steps):
+    sent: dict[str, list[Array]] = {}
+    met = set()
+    for step in range(1, steps + 1):
         for name, anchor in anchors.items():
             for group, params in enumerate(groups):
-                params[name] -= np.float32(LR) * gradient(name, group, number)
-            if (number + 1) % every == at[name[0]]:
-                change = ((anchor - groups[0][name]) + (anchor - groups[1][name])) / np.float32(2)
+                params[name] -= np.float32(LR) * gradient(name, group, step - 1)
+            if step % every == at[name[0]]:
+                sent[name] = [params[name].copy() for params in groups]
+            if step > delay and (step - delay) % every == at[name[0]]:
+                met.add(step)
+                change = ((anchor - sent[name][0]) + (anchor - sent[name][1])) / np.float32(2)
                 buffers[name] = np.float32(MOMENTUM) * buffers[name] + change
                 direction = change + np.float32(MOMENTUM) * buffers[name]
                 anchors[name] = anchor - np.float32(OUTER_LR) * direction
-                for params in groups:
-                    params[name] = anchors[name].copy()
-    return groups
+                for params, before in zip(groups, sent[name], strict=True):
+                    since = params[name] + (anchors[name] - before)
+                    params[name] = since if delay else anchors[name].copy()
+    return groups, sorted(met)
 
 
 @pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "no_shard"])
 @pytest.mark.parametrize("fragments", [1, 3])
-def test_groups_meet_as_the_formulas_say(strategy: str, fragments: int) -> None:
+@pytest.mark.parametrize("delay", [0, 3])
+def test_groups_meet_as_the_formulas_say(strategy: str, fragments: int, delay: int) -> None:
     at = dict.fromkeys("acd", 0) if fragments == 1 else {"a": 0, "c": 2, "d": 4}
 
     def body(backend: fc.Backend) -> None:
-        engine, outer = make(backend, strategy, every=6, fragments=fragments)
+        engine, outer = make(backend, strategy, every=6, fragments=fragments, delay=delay)
+        groups, steps = expected(13, 6, at, delay)
         met = take_steps(engine, outer, 13)
-        assert [number for number, each in enumerate(met, 1) if each] == (
-            [6, 12] if fragments == 1 else [2, 4, 6, 8, 10, 12]
-        )
+        assert [number for number, each in enumerate(met, 1) if each] == steps
         found = engine.state_dict(full=True)
-        for name, array in expected(13, 6, at)[outer.groups.rank].items():
+        for name, array in groups[outer.groups.rank].items():
             assert_array_equal(found[name], array)
         rounds = 2
         assert outer.bytes_sent == rounds * outer.sends
+        # Of this rank's half of 66 values, or all: parameters, momentum, and two on their way.
+        kept = 4 * (2 + 2 * bool(delay))
+        assert outer.held in ([kept * 66] if strategy == "no_shard" else [kept * 34, kept * 32])
 
     launch(body)
 
 
-def test_differences_travel_quantised_and_groups_have_the_same_bits(tmp_path: Path) -> None:
+@pytest.mark.parametrize("delay", [0, 3])
+def test_differences_travel_quantised_and_resume_with_the_same_bits(
+    tmp_path: Path, delay: int
+) -> None:
     def body(backend: fc.Backend) -> tuple[bytes, int, int]:
-        engine, outer = make(backend, compression=INT4)
+        engine, outer = make(backend, compression=INT4, delay=delay)
         plain = make(backend)[1]
         take_steps(engine, outer, 6)
         folder = str(tmp_path / f"group{outer.groups.rank}")
         fc.checkpoint.save(folder, {"model": engine, "outer": outer}, engine.backend)
         take_steps(engine, outer, 6)
-        again = make(backend, compression=INT4)
+        again = make(backend, compression=INT4, delay=delay)
         fc.checkpoint.load(
             folder, dict(zip(("model", "outer"), again, strict=True)), engine.backend
         )
@@ -124,13 +142,24 @@ def test_differences_travel_quantised_and_groups_have_the_same_bits(tmp_path: Pa
         return bits[0], outer.sends, plain.sends
 
     found = launch(body)
-    assert len({bits for bits, _, _ in found}) == 1
+    assert len({bits for bits, _, _ in found}) == (2 if delay else 1)  # groups have gone on
     assert all(sent < plain for _, sent, plain in found)
+
+
+def test_one_checkpoint_of_several_groups_is_refused(tmp_path: Path) -> None:
+    def body(backend: fc.Backend) -> None:
+        engine, outer = make(backend)
+        for act in (fc.checkpoint.save, fc.checkpoint.load):
+            act(str(tmp_path), {"model": engine, "outer": outer}, backend)
+
+    assert re.search(r"group of ranks \[\d, \d\].*train apart", str(cause_of(body, 4)))
+    assert not list(tmp_path.iterdir())
 
 
 def test_what_makes_no_sense_is_refused() -> None:
     cases: list[tuple[dict[str, Any], str]] = [
         ({"every": 0}, "every of OuterStep"),
+        ({"delay": 4}, "delay of OuterStep"),
         ({"optimizer": fc.optim.Muon(lr=0.1)}, "elementwise"),
         ({"compression": fc.Compression("int8", None)}, "needs reduce"),
         ({"seed": 1}, "groups differ"),

@@ -59,7 +59,17 @@ def check_ranks(state: object, backend: Backend) -> None:
     """Raise ArgumentError for an engine of which ranks with the other boxes are not in ``backend``.
 
     A checkpoint without these boxes would not be complete, and loads of theirs could find another.
+    Of groups that train apart, one of several would hold parts of one and parts of another.
     """
+    if is_engine(state) and getattr(state, "apart", False):
+        mine = sorted(state.everyone.ranks)
+        others = sorted(set(backend.ranks) - set(mine))
+        if others:
+            raise ArgumentError(
+                f"this OuterStep is of the group of ranks {mine}, and ranks {others} train apart, "
+                "with other values: each group has a checkpoint of its own; pass the backend of "
+                "its engine. fc.elastic keeps one state of all ranks, so it takes none"
+            )
     if not is_engine(state) or state.tensor is None:
         return
     everyone = state.everyone

@@ -140,7 +140,7 @@ def report_of(
     return Report(
         plan_of(units, model, microbatches, sync, windowed=windowed, whole=stats.whole),
         MeasuredStep(
-            peak_bytes=held.parameters + held.gradients + held.optimizer + stats.peak_buffers,
+            peak_bytes=held.states + stats.peak_buffers,
             bytes_sent=stats.bytes_sent,
             step_seconds=stats.seconds,
             exposed_seconds=stats.waited,

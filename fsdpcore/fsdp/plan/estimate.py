@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from fsdpcore.compress.compression import Compression
 from fsdpcore.core import text
 from fsdpcore.core.checks import as_choice
 from fsdpcore.core.errors import ArgumentError
@@ -36,7 +37,8 @@ class MemoryEstimate:
             are reduced, all of them, of which that is a part.
         optimizer: its state.
         live_units: parameters that are gathered for a while, when most memory is in use.
-        communication: other buffers of gradients: written, on their way, or waiting for that.
+        communication: other buffers of gradients: written, on their way, or waiting for that; with
+            ``compression`` packed bytes, and what quantising has left out, too.
         host: what is offloaded, and not counted in the above.
         unsharded: the total of ``no_shard``, all else being equal, and nothing moved.
     """
@@ -112,6 +114,7 @@ def memory_estimate(
     offload: Offloaded = "none",
     rank: int = 0,
     virtual_ranks: int | None = None,
+    compression: Compression | None = None,
 ) -> MemoryEstimate:
     """Work out what a rank holds when it holds most.
 
@@ -126,7 +129,8 @@ def memory_estimate(
             "none", "parameters", or "all", which is parameters, shards of gradients, and the
             optimizer's state.
         strategy, precision, optimizer_states, sync, microbatches: as of ``make_plan``.
-        prefetch, prefetch_bytes, overlap, windowed, rank, virtual_ranks: as of ``make_plan``.
+        prefetch, prefetch_bytes, overlap, windowed, rank: as of ``make_plan``.
+        virtual_ranks, compression: as of ``make_plan``.
 
     Returns:
         The bytes of a rank, by what they are for; ``print(estimate)`` shows them.
@@ -139,7 +143,7 @@ def memory_estimate(
         estimate = fc.memory_estimate(7e9, world_size=64, layers=32)
         print(estimate.total)
     """
-    units = _units(params, layers)
+    units = _units(params, layers, compression)
     as_choice(offload, OFFLOADS, "offload")
     if windowed and offload != "none":
         raise ArgumentError(
@@ -159,6 +163,7 @@ def memory_estimate(
         windowed=windowed,
         rank=rank,
         virtual_ranks=virtual_ranks,
+        compression=compression,
     )
     plan, plain = planned(strategy=strategy), planned(strategy="no_shard")
     virtual = virtual_ranks is not None
@@ -180,16 +185,18 @@ def memory_estimate(
         gradients=gradients,
         optimizer=plan.persistent.optimizer - host.optimizer,
         live_units=live,
-        communication=shards + full - gradients,
+        communication=shards + full - gradients + plan.quantising,
         host=host,
         unsharded=plain.peak_bytes,
     )
 
 
-def _units(params: float | Iterable[UnitSize | Unit], layers: int | None) -> tuple[UnitSize, ...]:
+def _units(
+    params: float | Iterable[UnitSize | Unit], layers: int | None, compression: Compression | None
+) -> tuple[UnitSize, ...]:
     if not isinstance(params, Iterable):
         return even_units(params, 1 if layers is None else layers)
-    units = sizes_of(params)
+    units = sizes_of(params, compression)
     if layers is not None:
         raise ArgumentError("layers belongs to a number of parameters; units have their own")
     return units

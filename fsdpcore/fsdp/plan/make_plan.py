@@ -10,13 +10,15 @@ from collections.abc import Callable, Iterable, Sequence, Sized
 from typing import Literal, get_args
 
 from fsdpcore.compress.compression import Compression
+from fsdpcore.compress.packing import Span
 from fsdpcore.core.capabilities import Capabilities
 from fsdpcore.core.checks import as_choice, as_finite, as_int
 from fsdpcore.core.errors import ArgumentError
+from fsdpcore.core.geometry.layout import FlatLayout
 from fsdpcore.core.geometry.leaf_tree import LeafTree
 from fsdpcore.core.policy import Costs
 from fsdpcore.fsdp.plan.plan import Plan
-from fsdpcore.fsdp.plan.sizes import UnitSize, lay_out, persistent
+from fsdpcore.fsdp.plan.sizes import UnitBytes, UnitSize, lay_out, persistent
 from fsdpcore.fsdp.plan.step_log import PlannedCollective, StepLog
 from fsdpcore.fsdp.plan.times import seconds, simulate
 from fsdpcore.fsdp.plan.units import sizes_of
@@ -142,9 +144,15 @@ def make_plan(
         tensor=step.tensor,
         whole=step.whole,
         virtual_ranks=virtual_ranks,
+        quantising=0 if travel is None else travel.kept(_travelling(layouts), rank),
         compute_seconds=None if compute is None else 3 * passes * sum(compute),
     )
     return plan if costs is None else _timed(plan, log, costs, compute)
+
+
+def _travelling(units: Iterable[UnitBytes]) -> list[tuple[FlatLayout, Sequence[Span]]]:
+    """Return of each unit that is trained what travels, and what of that travels as it is."""
+    return [(unit.trained, unit.exact) for unit in units if unit.trained.size]
 
 
 def _checked_world(world_size: int, rank: int) -> tuple[int, int]:

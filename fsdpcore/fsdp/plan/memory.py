@@ -26,6 +26,8 @@ class HeldMemory:
             Every rank maps it, so that tools count it for each of them.
         unsharded: what one rank alone would hold: parameters, gradients, optimizer state.
         pinned: how much of the total is in the memory of the host, while a GPU computes.
+        quantising: of an engine with ``compression``: packed bytes of the largest unit, and what
+            was left out of gradients where there is error feedback.
     """
 
     parameters: int
@@ -37,11 +39,17 @@ class HeldMemory:
     window: int
     unsharded: int
     pinned: int = 0
+    quantising: int = 0
 
     @property
     def total(self) -> int:
         """Everything that this rank holds, and of a window its own part."""
-        return self.parameters + self.gradients + self.optimizer + self.buffers + self.spare
+        return self.states + self.buffers + self.spare
+
+    @property
+    def states(self) -> int:
+        """What is held all the time, also between steps."""
+        return self.parameters + self.gradients + self.optimizer + self.quantising
 
     @property
     def on_device(self) -> int:
@@ -69,4 +77,12 @@ def measure(model: ShardedModel, pool: BufferPool, window: int) -> HeldMemory:
         window=window,
         unsharded=model.unsharded,
         pinned=sum(nbytes for store, kind, nbytes in held if kind in store.away),
+        quantising=_quantising(model),
     )
+
+
+def _quantising(model: ShardedModel) -> int:
+    if model.wire is None:
+        return 0
+    reductions = (unit.gradients.quantised for unit in model.units)
+    return model.wire.nbytes + sum(each.error.nbytes for each in reductions if each is not None)

@@ -45,6 +45,7 @@ class Plan:
         tensor: ranks that have the boxes of the same parameters; units are those of one of them.
         whole: each pass is that of a function that gets all units at once.
         virtual_ranks: as of ``FSDP``.
+        quantising: as of ``HeldMemory``.
     """
 
     strategy: Strategy
@@ -62,6 +63,7 @@ class Plan:
     tensor: int = 1
     whole: bool = False
     virtual_ranks: int | None = None
+    quantising: int = 0
 
     @property
     def peak_live_bytes(self) -> int:
@@ -71,7 +73,7 @@ class Plan:
     @property
     def peak_bytes(self) -> int:
         """The most that the rank ever holds."""
-        return self.persistent.total + self.peak_live.total
+        return self.persistent.total + self.quantising + self.peak_live.total
 
     @property
     def version_bytes(self) -> int:
@@ -164,6 +166,7 @@ class Plan:
             "peak_live_bytes": self.peak_live_bytes,
             "peak_bytes": self.peak_bytes,
             "pinned": self.pinned,
+            "quantising": self.quantising,
             "bytes_sent": self.bytes_sent,
             "version_bytes": self.version_bytes,
             "padding_bytes": self.padding_bytes,
@@ -212,6 +215,8 @@ def _memory(plan: Plan) -> str:
         ("full gradients, at the peak", plan.peak_live.gradients),
         ("peak", plan.peak_bytes),
     ]
+    if plan.quantising:
+        rows.insert(3, ("packed, and left out of it", plan.quantising))
     if plan.pinned:
         rows.append(("of which on the host", plan.pinned))
     return text.columns(("memory", "bytes"), [(name, text.size(nbytes)) for name, nbytes in rows])

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from fsdpcore.compress.compression import Compression
-from fsdpcore.compress.packing import Packing, Span
+from fsdpcore.compress.packing import Packing, Span, largest
 from fsdpcore.core.buffers import bounds_of, split_sizes
 from fsdpcore.core.geometry.layout import FlatLayout
 from fsdpcore.fsdp.sharding.placement import GradientReduction, Placement
@@ -104,6 +104,26 @@ class Travel:
         if self.compression.error_feedback and self.spreads:
             found[2:] = layout.shard_size, split_sizes(layout.shard_size, place.replicas)[replica]
         return found[0], found[1], found[2], found[3]
+
+    def kept(self, units: Sequence[tuple[FlatLayout, Sequence[Span]]], rank: int) -> int:
+        """Return the bytes that a rank keeps from step to step for what travels quantised.
+
+        That is what quantising gradients has left out, and memory for the packed bytes of the
+        largest of the units, which are given by their layouts and by what of them is exact.
+        """
+        replica, shard = divmod(rank, self.placement.shards)
+        gathered, summed, spread = [], [], []
+        for layout, exact in units:
+            if self.gathers:
+                gathered.append(self.gathering(layout, exact).gather_rooms(shard))
+            if self.sums and self.placement.whole_gradients:
+                summed.append(self.summing(layout, exact).reduce_rooms(rank))
+            elif self.sums:
+                summed.append(self.summing(layout, exact).scatter_rooms(shard))
+            if self.spreads:
+                spread.append(self.spreading(layout, exact, shard).reduce_rooms(replica))
+        rooms = sum(sum(largest(each)) for each in (gathered, summed, spread))
+        return rooms + _ITEM * sum(sum(self.errors(layout, rank)) for layout, _ in units)
 
     def reductions(
         self, layout: FlatLayout, exact: Sequence[Span], rank: int

@@ -62,6 +62,12 @@ class Wire:
             if travel.spreads:
                 self.spreading = Exchange(self.second, reduces, algorithm)
 
+    @property
+    def nbytes(self) -> int:
+        """Of the memory for what is packed."""
+        exchanges = (self.gathering, self.summing, self.spreading)
+        return sum(each.nbytes for each in exchanges if each is not None)
+
     def run(self, task: Callable[[], None], label: str, *, async_op: bool) -> Work | None:
         """Have a task done behind those that were begun before."""
         work = self._groups.background.submit(task, label)
