@@ -36,8 +36,8 @@ _outcomes = pytest.StashKey[_Outcomes]()
 _shares = pytest.StashKey[dict[str, float]]()  # seconds, by test
 
 # Seconds that the tests of a folder may take on two cores, of all three processes together: less
-# than five minutes in all.
-_BUDGET = {"conformance": 190, "faults": 260, "properties": 95, "unit": 315}
+# than four minutes in all.
+_BUDGET = {"conformance": 130, "faults": 210, "properties": 80, "unit": 280}
 
 # Markers of tests that run where -m asks for them.
 _ASKED_FOR = {"campaign": "campaigns", "tools": "whole runs of tools beside the library"}
