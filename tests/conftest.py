@@ -26,7 +26,7 @@ from typing import Any
 import hypothesis
 import pytest
 from support.gpu_here import why_no_gpu
-from threadpoolctl import threadpool_limits
+from threadpoolctl import ThreadpoolController, threadpool_limits
 
 from fsdpcore.launch.blas import available_cores
 
@@ -36,8 +36,8 @@ _outcomes = pytest.StashKey[_Outcomes]()
 _shares = pytest.StashKey[dict[str, float]]()  # seconds, by test
 
 # Seconds that the tests of a folder may take on two cores, of all three processes together: less
-# than five minutes in all.
-_BUDGET = {"conformance": 190, "faults": 260, "properties": 95, "unit": 315}
+# than four minutes in all.
+_BUDGET = {"conformance": 130, "faults": 210, "properties": 80, "unit": 280}
 
 # Markers of tests that run where -m asks for them.
 _ASKED_FOR = {"campaign": "campaigns", "tools": "whole runs of tools beside the library"}
@@ -171,13 +171,13 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def _launches_read_once() -> Iterator[None]:
-    """Every launch looks for transports among all packages, and reads the file of this project.
+    """Every launch looks for transports among all packages, for BLAS, and for this project's file.
 
     Most of a launch's time is that. Where a test adds folders to the path, it finds what is there;
-    files of other directories are read each time.
+    files of other directories are read each time, and BLAS is looked for after each import.
     """
     from fsdpcore.comm import registry
-    from fsdpcore.launch import config
+    from fsdpcore.launch import blas, config
 
     look_up, folders = registry.entry_points, set(sys.path)
     read, here = config._parse_file, Path("pyproject.toml").absolute()
@@ -198,7 +198,16 @@ def _launches_read_once() -> Iterator[None]:
             found[keys] = read(file, keys)
         return dict(found[keys])
 
+    controllers: dict[int, ThreadpoolController] = {}
+
+    def limits(number: int, *, user_api: str) -> Any:
+        if len(sys.modules) not in controllers:
+            controllers.clear()
+            controllers[len(sys.modules)] = ThreadpoolController()
+        return controllers[len(sys.modules)].limit(limits=number, user_api=user_api)
+
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(blas, "threadpool_limits", limits)
         patch.setattr(registry, "entry_points", known)
         patch.setattr(config, "_parse_file", known_file)
         yield
