@@ -26,9 +26,9 @@ from fsdpcore.commands.shares import (
 from fsdpcore.core.errors import ConfigError
 from fsdpcore.elastic.host import Label, run_host
 from fsdpcore.launch.config import PREFIX, resolve
+from fsdpcore.launch.output import LoggedOutput, PrefixedOutput, RankOutput
 from fsdpcore.launch.run.endings import ScriptExit
 from fsdpcore.launch.run.hosts import HostShare, host_of, parse_hosts
-from fsdpcore.launch.run.output import LoggedOutput, PrefixedOutput, RankOutput
 from fsdpcore.launch.run.remote import run_hosts
 from fsdpcore.launch.run.scripts import run_script, script_command
 

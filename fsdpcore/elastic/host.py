@@ -21,9 +21,9 @@ from fsdpcore.launch.addresses import parse_address
 from fsdpcore.launch.blas import threads_per_rank
 from fsdpcore.launch.config import PREFIX, Config
 from fsdpcore.launch.endpoints import listen
+from fsdpcore.launch.output import OutputPipes, RankOutput
 from fsdpcore.launch.processes import meeting_point
 from fsdpcore.launch.run.endings import ScriptExit
-from fsdpcore.launch.run.output import OutputPipes, RankOutput
 from fsdpcore.launch.run.starting import Starter, shared_environment
 
 _HOW_TO_SHARE = ", if all have one secret: put it into FSDPCORE_TOKEN before this command, too"

@@ -62,6 +62,11 @@ def launch(
     ``if __name__ == "__main__":`` guard, and ``fn`` must be a function at the top of a module;
     arguments and results are pickled between parent and child, as ``multiprocessing`` does.
 
+    From a notebook, the interactive interpreter or ``python -c``, ``fn`` may be any function, and
+    no guard is needed. Ranks get copies of what it uses of the session: what they change stays
+    with them. Results that are of the session's classes are of these classes. In a notebook, what
+    ranks print appears beneath the cell, with the rank before each line.
+
     A rank that calls ``sys.exit()`` without a code, or with 0, has ended well, with the result
     None; where this process is itself that rank, it then ends.
 

@@ -6,7 +6,8 @@ import contextlib
 import io
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from typing import TextIO
 
 _OPEN_MPI = "OMPI_COMM_WORLD_RANK"
 
@@ -38,6 +39,27 @@ def _streams() -> list[io.TextIOWrapper]:
     """Standard output and error, where they are Python's own."""
     both = (sys.stdout, sys.stderr)
     return [each for each in both if isinstance(each, io.TextIOWrapper) and not each.closed]
+
+
+def replaced_streams() -> list[TextIO]:
+    """``sys.stdout`` and ``sys.stderr``, if one of them is not Python's own; else none.
+
+    A notebook, for example, shows beneath a cell what is written to a stream of its own. Processes
+    cannot write to that, so somebody has to do it for them.
+    """
+    both = [sys.stdout, sys.stderr]
+    if None in both or len(_streams()) == len(both):
+        return []
+    return both
+
+
+def labelled(rank: int, stream: TextIO) -> Callable[[bytes], None]:
+    """Make a function that writes a line of a rank to a stream, with the rank before it."""
+
+    def write(line: bytes) -> None:
+        stream.write(f"[{rank}] {line.decode(errors='replace')}\n")
+
+    return write
 
 
 def see_launcher(environ: Mapping[str, str]) -> None:

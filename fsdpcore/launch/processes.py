@@ -8,7 +8,8 @@ import pickle
 import select
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from socket import socket
 from typing import Any
 
@@ -18,9 +19,14 @@ from fsdpcore.launch import secret, supervision
 from fsdpcore.launch.addresses import join_address
 from fsdpcore.launch.config import Config
 from fsdpcore.launch.endpoints import listen
+from fsdpcore.launch.output import OutputPipes
+from fsdpcore.launch.printing import labelled, replaced_streams
 from fsdpcore.launch.rank_process import RankOutcome, RankTask, command, main_module
 
 LOOPBACK = "127.0.0.1"
+
+# Where a rank is to print: the ends of pipes for both of its streams, or none.
+_Printing = Callable[[int], AbstractContextManager[Sequence[int]]]
 
 
 class RemoteTraceback(Exception):  # noqa: N818 (it carries a traceback's text, as a cause)
@@ -37,7 +43,7 @@ class _LaunchedRank(supervision.RankProcess):
         outcome: its report; None as long as there is none.
     """
 
-    def __init__(self, rank: int, pass_fds: Sequence[int]) -> None:
+    def __init__(self, rank: int, pass_fds: Sequence[int], prints_to: Sequence[int]) -> None:
         self.outcome: RankOutcome | None = None
         self._expected = True
         theirs, ours = os.pipe()
@@ -47,8 +53,11 @@ class _LaunchedRank(supervision.RankProcess):
             self._report = open(ours, "rb")  # noqa: SIM115
             with open(theirs, "wb") as report_end:
                 ends = (job_end.fileno(), report_end.fileno())
+                out, err = prints_to or (None, None)
                 try:
-                    super().__init__(rank, command(*ends), pass_fds=(*pass_fds, *ends))
+                    super().__init__(
+                        rank, command(*ends), pass_fds=(*pass_fds, *ends), stdout=out, stderr=err
+                    )
                 except BaseException:
                     self._close_pipes()
                     raise
@@ -98,31 +107,49 @@ def run_processes(
     fn: Callable[..., Any], args: Sequence[Any], world_size: int, config: Config
 ) -> list[Any]:
     """Run ``fn`` in ``world_size`` processes; see ``launch``."""
-    program = _pickled(fn, args, config)
-    job = pickle.dumps(RankTask(main_module(), list(sys.argv), program), pickle.HIGHEST_PROTOCOL)
+    job = pickle.dumps(_task(fn, args, config), pickle.HIGHEST_PROTOCOL)
     ranks: list[_LaunchedRank] = []
     well = False
-    try:
-        with listen(config.host or LOOPBACK, config.port) as listener:
-            _start(ranks, listener, world_size, job)
-        first = supervision.wait(ranks)
-        if first is not None:
-            supervision.stop(ranks)
-            raise _failure(ranks, first)
-        well = True
-    except KeyboardInterrupt:
-        supervision.stop(ranks, first=signal.SIGINT)
-        raise
-    finally:
-        supervision.release(ranks, kill=not well)
+    with _printing() as printing:
+        try:
+            with listen(config.host or LOOPBACK, config.port) as listener:
+                _start(ranks, listener, world_size, job, printing)
+            first = supervision.wait(ranks)
+            if first is not None:
+                supervision.stop(ranks)
+                raise _failure(ranks, first)
+            well = True
+        except KeyboardInterrupt:
+            supervision.stop(ranks, first=signal.SIGINT)
+            raise
+        finally:
+            supervision.release(ranks, kill=not well)
     return [_result(rank) for rank in ranks]
 
 
-def _start(ranks: list[_LaunchedRank], listener: socket, world_size: int, job: bytes) -> None:
+@contextlib.contextmanager
+def _printing() -> Iterator[_Printing]:
+    """Say where ranks print; at the end, all that they have printed is there.
+
+    Where a notebook, say, has its own ``sys.stdout``, their lines go there. Else they print
+    where this process does.
+    """
+    streams = replaced_streams()
+    if not streams:
+        yield lambda rank: contextlib.nullcontext(())
+        return
+    with OutputPipes() as pipes:
+        yield lambda rank: pipes.ending_in(*(labelled(rank, stream) for stream in streams))
+
+
+def _start(
+    ranks: list[_LaunchedRank], listener: socket, world_size: int, job: bytes, printing: _Printing
+) -> None:
     address, descriptor = meeting_point(listener), listener.fileno()
     token, job_id = secret.new_token(), secret.new_job()
     for rank in range(world_size):
-        ranks.append(_LaunchedRank(rank, (descriptor,) if rank == 0 else ()))
+        with printing(rank) as ends:
+            ranks.append(_LaunchedRank(rank, (descriptor,) if rank == 0 else (), ends))
     for process in ranks:
         rank = process.rank
         fd = descriptor if rank == 0 else None
@@ -137,19 +164,32 @@ def meeting_point(listener: socket) -> str:
     return join_address(*listener.getsockname()[:2])
 
 
-def _pickled(fn: Callable[..., Any], args: Sequence[Any], config: Config) -> bytes:
-    if getattr(fn, "__module__", None) == "__main__" and not main_module():
-        raise ArgumentError(
-            "ranks that are processes import the function, which they cannot from an interactive "
-            "session: put it into a file, or use a transport whose ranks are threads"
-        )
+def _task(fn: Callable[..., Any], args: Sequence[Any], config: Config) -> RankTask:
+    main, program = main_module(), (fn, tuple(args), config)
+    if not main:
+        return _session_task(program)
     try:
-        return pickle.dumps((fn, tuple(args), config), pickle.HIGHEST_PROTOCOL)
+        pickled = pickle.dumps(program, pickle.HIGHEST_PROTOCOL)
     except Exception as error:
         raise ArgumentError(
             "ranks that are processes import the function and unpickle its arguments and options; "
             f"pass a function at the top of a module and picklable arguments ({in_one_line(error)})"
         ) from error
+    return RankTask(main, list(sys.argv), pickled)
+
+
+def _session_task(program: Any) -> RankTask:
+    from fsdpcore.launch import session
+
+    try:
+        pickled = session.dumps(program)
+    except Exception as error:
+        raise ArgumentError(
+            "ranks that are processes get copies of the function, of all that it uses of this "
+            "session, and of its arguments, and something of that cannot be pickled "
+            f"({in_one_line(error)}); make it within the function, or import it from a module"
+        ) from error
+    return RankTask({}, list(sys.argv), pickled, session.sources())
 
 
 def _result(rank: _LaunchedRank) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import linecache
 import multiprocessing.spawn
 import os
 import pickle
@@ -12,7 +13,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from fsdpcore.comm.place import RankPlace
@@ -30,12 +31,14 @@ _GUARD = "'if __name__ == \"__main__\":'"
 class RankTask:
     """What every rank is to do: import ``main_module``, then unpickle ``program``.
 
-    That is a function, its arguments and a ``Config``.
+    That is a function, its arguments and a ``Config``. Where there is no main module to import,
+    they are pickled by value, and ``sources`` has the lines of their code: see ``session``.
     """
 
     main_module: dict[str, str]
     arguments: list[str]
     program: bytes
+    sources: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -71,6 +74,7 @@ def main(job_fd: int, report_fd: int) -> None:
 def _run(place: RankPlace, job: RankTask) -> RankOutcome:
     try:
         fn, args, config = _load(job)
+        dumps = _result_dumps(job)
         result = become(fn, args, place, config)
     except KeyboardInterrupt:
         raise
@@ -84,7 +88,7 @@ def _run(place: RankPlace, job: RankTask) -> RankOutcome:
             misuse=is_misuse(error),
         )
     try:
-        return RankOutcome(pickle.dumps(result, pickle.HIGHEST_PROTOCOL))
+        return RankOutcome(dumps(result))
     except Exception as error:
         reason = f"its result cannot be pickled for the parent process ({in_one_line(error)})"
         return RankOutcome(error=reason, traceback=traceback.format_exc())
@@ -93,6 +97,7 @@ def _run(place: RankPlace, job: RankTask) -> RankOutcome:
 def _load(job: RankTask) -> tuple[Callable[..., Any], Sequence[Any], Config]:
     with _main_import():
         multiprocessing.spawn.prepare({"sys_argv": job.arguments, **job.main_module})
+    linecache.cache.update(job.sources)
     try:
         fn, args, config = pickle.loads(job.program)  # noqa: S301 (from the parent)
     except Exception as error:
@@ -102,6 +107,15 @@ def _load(job: RankTask) -> tuple[Callable[..., Any], Sequence[Any], Config]:
             "import"
         ) from error
     return fn, args, config
+
+
+def _result_dumps(job: RankTask) -> Callable[[Any], bytes]:
+    """How to pickle the result; call this before the program is."""
+    if not job.main_module:
+        from fsdpcore.launch.session import SessionClasses
+
+        return SessionClasses().dumps
+    return lambda result: pickle.dumps(result, pickle.HIGHEST_PROTOCOL)
 
 
 @contextmanager
@@ -128,13 +142,19 @@ def refuse_during_import() -> None:
 
 
 def main_module() -> dict[str, str]:
-    """How a rank's process imports the calling process's main module; empty if it cannot."""
+    """How a rank's process imports the calling process's main module.
+
+    Empty if it cannot: in a notebook, in the interactive interpreter, or where the program came
+    from the command line or from standard input.
+    """
     module = sys.modules["__main__"]
     name = getattr(getattr(module, "__spec__", None), "name", None)
     if name is not None:
         return {"init_main_from_name": name}
     file = getattr(module, "__file__", None)
-    return {} if file is None else {"init_main_from_path": os.path.abspath(file)}
+    if file is None or not os.path.isfile(file):
+        return {}
+    return {"init_main_from_path": os.path.abspath(file)}
 
 
 def command(job_fd: int, report_fd: int) -> list[str]:

@@ -146,14 +146,11 @@ def test_wrong_options_start_nothing(options):
         fc.launch(programs.identify, **options)
 
 
-def test_a_function_of_an_interactive_session(monkeypatch):
-    def fn(backend):
-        return None
-
-    fn.__module__ = "__main__"
+def test_what_cannot_be_copied_from_a_session_to_a_process(monkeypatch):
+    lock = threading.Lock()
     monkeypatch.setitem(sys.modules, "__main__", type(os)("__main__"))
-    with pytest.raises(fc.ArgumentError, match="interactive session"):
-        fc.launch(fn, world_size=2, transport="zmq")
+    with pytest.raises(fc.ArgumentError, match=r"of this session.*lock.*import it from a module"):
+        fc.launch(lambda backend: lock, world_size=2, transport="zmq")
 
 
 @pytest.mark.parametrize(

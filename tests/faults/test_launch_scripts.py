@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 
 import pytest
 from support.jobs import Job, finished, python
@@ -69,11 +70,55 @@ if __name__ == "__main__":
     assert done.out == f"{[(True, 'x', rank, argv) for rank in range(2)]}\n"
 
 
-def test_a_function_from_the_command_line_cannot_be_found_by_ranks():
-    source = "import fsdpcore as fc\ndef main(b): pass\nfc.launch(main, transport='zmq')"
-    done = finished(python("-c", source))
+SESSION = """
+import sys, fsdpcore as fc
+
+class Pair:
+    made = 0
+
+    def __init__(self, left, right):
+        self.left, self.right = left, right
+
+    def told(self):
+        return word()
+
+def word():
+    return "before"
+
+def program(extra):
+    def main(backend, pair):
+        Pair.made += 1
+        assert type(pair) is Pair and pair.told() == "before"
+        return Pair(pair.left, extra + backend.rank), Pair, lambda: extra + Pair.made
+    return main
+
+results = fc.launch(program(5), world_size=2, transport="zmq", args=[Pair("x", 0)])
+
+def word():
+    return "after"
+
+for pair, kind, function in results:
+    print(type(pair) is kind is Pair, Pair.made, pair.left, pair.right, pair.told(), function())
+
+def fails(backend):
+    raise ValueError("the rank is unwell")
+
+fc.launch(fails, transport="zmq")
+"""
+
+
+@pytest.mark.parametrize("how", ["-c", "stdin"])
+def test_functions_and_classes_of_a_session_go_both_ways(script, how):
+    """By value, since ranks cannot import it; the session keeps its own classes as they are."""
+    command = python("-c", SESSION)
+    if how == "stdin":
+        command = ["sh", "-c", f"{sys.executable} < {script(SESSION)}"]
+    done = finished(command)
     assert done.code == 1
-    assert "interactive session" in done.err.splitlines()[-1]
+    assert done.out == "".join(f"True 0 x {5 + rank} after 5\n" for rank in range(2))
+    line = SESSION.partition("raise")[0].count("\n") + 1
+    assert re.search(rf'File "<(string|stdin)>", line {line}, in fails', done.err)
+    assert done.err.endswith("RankFailedError: rank 0 failed: ValueError: the rank is unwell\n")
 
 
 # init().

@@ -53,7 +53,8 @@ HOUSES: dict[str, tuple[set[str], ...]] = {
         {"outer_step"},
     ),
     "fsdpcore.launch": (
-        {"addresses", "exec_rank", "failure_report", "printing", "secret", "supervision"},
+        {"addresses", "exec_rank", "failure_report", "output", "printing", "secret", "session"}
+        | {"supervision"},
         {"environment", "endpoints"},
         {"config"},
         {"blas"},

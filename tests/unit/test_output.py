@@ -11,7 +11,7 @@ import pytest
 
 from fsdpcore.core.errors import ConfigError
 from fsdpcore.launch.config import resolve
-from fsdpcore.launch.run.output import LoggedOutput, OutputPipes, PrefixedOutput
+from fsdpcore.launch.output import LoggedOutput, OutputPipes, PrefixedOutput
 from fsdpcore.launch.run.scripts import JobShare, run_share
 
 

@@ -6,11 +6,11 @@ import time
 
 import pytest
 
+from fsdpcore.launch.output import PrefixedOutput
 from fsdpcore.launch.run import agent, remote
 from fsdpcore.launch.run.agent import Order
 from fsdpcore.launch.run.endings import RankEnd, RankEnds
 from fsdpcore.launch.run.hosts import HostShare
-from fsdpcore.launch.run.output import PrefixedOutput
 from fsdpcore.launch.run.remote import run_hosts
 from fsdpcore.launch.run.scripts import JobShare
 

@@ -25,8 +25,8 @@ from fsdpcore.core.errors import ConfigError, FsdpcoreError
 from fsdpcore.core.version import VERSION
 from fsdpcore.launch.addresses import is_loopback, join_address, parse_address
 from fsdpcore.launch.config import resolve
+from fsdpcore.launch.output import RankOutput
 from fsdpcore.launch.run.endings import RankEnd, RankEnds
-from fsdpcore.launch.run.output import RankOutput
 from fsdpcore.launch.run.scripts import JobShare, run_share, script_command
 from fsdpcore.launch.supervision import StopRequested
 

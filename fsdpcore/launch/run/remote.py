@@ -18,11 +18,11 @@ from dataclasses import replace
 
 from fsdpcore.core.errors import ConfigError
 from fsdpcore.launch import supervision
+from fsdpcore.launch.output import OutputPipes, RankOutput
 from fsdpcore.launch.run import agent
 from fsdpcore.launch.run.agent import Order
 from fsdpcore.launch.run.endings import RankEnds, ScriptExit, describe, exit_code, interrupted
 from fsdpcore.launch.run.hosts import HostShare, host_of
-from fsdpcore.launch.run.output import OutputPipes, RankOutput
 from fsdpcore.launch.supervision import LaunchedProcess, Signals, StopRequested
 
 # No question for a password can be answered, as the ranks' output has the terminal. A host that is

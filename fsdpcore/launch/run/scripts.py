@@ -16,10 +16,10 @@ from fsdpcore.launch.addresses import is_loopback, parse_address
 from fsdpcore.launch.config import Config
 from fsdpcore.launch.endpoints import listen
 from fsdpcore.launch.failure_report import FailureReports
+from fsdpcore.launch.output import OutputPipes, RankOutput
 from fsdpcore.launch.processes import LOOPBACK, meeting_point
 from fsdpcore.launch.run.endings import RankEnds, ScriptExit, describe, ends_of
 from fsdpcore.launch.run.mpirun import run_launcher
-from fsdpcore.launch.run.output import OutputPipes, RankOutput
 from fsdpcore.launch.run.starting import Starter, shared_environment
 from fsdpcore.launch.supervision import Lifeline, RankProcess, Signals, StopRequested
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from fsdpcore.launch import secret
 from fsdpcore.launch.config import Config
 from fsdpcore.launch.environment import LAUNCH_VARIABLES
-from fsdpcore.launch.run.output import OutputPipes, RankOutput
+from fsdpcore.launch.output import OutputPipes, RankOutput
 from fsdpcore.launch.supervision import RankProcess
 
 

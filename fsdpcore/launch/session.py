@@ -1,0 +1,74 @@
+"""What passes between an interactive session and its ranks, which cannot import its main module.
+
+Functions and classes of a notebook, of ``python -c`` and of the interactive interpreter travel by
+value. This is imported where there is such a session, since most programs need no cloudpickle.
+"""
+
+from __future__ import annotations
+
+import io
+import linecache
+import pickle
+from collections.abc import Callable, Mapping
+from types import CodeType
+from typing import Any
+
+import cloudpickle
+from cloudpickle import cloudpickle as tracking
+
+
+def dumps(value: Any) -> bytes:
+    """Pickle what ranks are to have, with the session's functions and classes by value."""
+    return _dumps(value, {})
+
+
+def sources() -> dict[str, Any]:
+    """The lines of code that are in no file, such as cells, as ``linecache`` keeps them.
+
+    With them, tracebacks of ranks show these lines.
+    """
+    entries = list(linecache.cache.items())
+    return {name: entry for name, entry in entries if len(entry) == 4 and entry[1] is None}
+
+
+class SessionClasses:
+    """In a rank: the classes that have come from the session, which results name when they return.
+
+    By itself cloudpickle would send their definitions back. Loading these would set all methods
+    and attributes of the session's own classes anew, to copies that see copies of its globals.
+    """
+
+    def __init__(self) -> None:
+        self._ids = dict(tracking._DYNAMIC_CLASS_TRACKER_BY_CLASS)
+
+    def dumps(self, result: Any) -> bytes:
+        """Pickle a result for the session."""
+        return _dumps(result, self._ids)
+
+
+def _dumps(value: Any, ids: Mapping[type, str]) -> bytes:
+    file = io.BytesIO()
+    _Pickler(file, ids).dump(value)
+    return file.getvalue()
+
+
+class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+    def __init__(self, file: io.BytesIO, ids: Mapping[type, str]) -> None:
+        super().__init__(file, pickle.HIGHEST_PROTOCOL)
+        self._ids = ids
+
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, type) and obj in self._ids:
+            return _class_of_session, (self._ids[obj],)
+        if isinstance(obj, CodeType):  # whose file cloudpickle leaves out
+            make, parts = self.dispatch_table[CodeType](obj)
+            return _code_of_file, (make, parts, obj.co_filename)
+        return super().reducer_override(obj)
+
+
+def _class_of_session(identity: str) -> Any:
+    return tracking._DYNAMIC_CLASS_TRACKER_BY_ID[identity]
+
+
+def _code_of_file(make: Callable[..., CodeType], parts: tuple[Any, ...], file: str) -> CodeType:
+    return make(*parts).replace(co_filename=file)
