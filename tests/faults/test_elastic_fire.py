@@ -51,15 +51,15 @@ def faults(kinds: Iterator[str], fire: Fire, most: int) -> None:
 
 
 def test_a_job_goes_on_whatever_is_lost(tmp_path: Path) -> None:
-    steps, strategy = 100, "full_shard"
-    kinds = iter(["rank_0", "host", "in_recovery"])
+    steps, strategy = 160, "full_shard"
+    kinds = iter(["rank_0", "host", "stop", "blink", "in_recovery"])
     with (
         Lab(3) as lab,
         Fire(lab, tmp_path, ["--steps", steps, "--pause", 0.1], per_host=1) as fire,
     ):
-        faults(kinds, fire, 3)
-        fire.flurry(3)
-        assert sum(fire.faults.values()) >= 4, "the training ended before much could happen"
+        faults(kinds, fire, 5)
+        fire.flurry(14)
+        assert sum(fire.faults.values()) >= 15, "the training ended before much could happen"
         check(fire.finish(), steps, strategy)
 
 
