@@ -129,7 +129,10 @@ def test_a_rank_may_launch_in_turn(outer, inner):
         (None, (), "a function to call on every rank"),
     ],
 )
-def test_what_cannot_be_passed_to_a_process(fn, args, words):
+def test_what_cannot_be_passed_to_a_process(fn, args, words, monkeypatch):
+    main = type(os)("__main__")
+    main.__file__ = programs.__file__  # a worker of pytest has none, like a session
+    monkeypatch.setitem(sys.modules, "__main__", main)
     with pytest.raises(fc.ArgumentError, match=words):
         fc.launch(fn, world_size=2, transport="zmq", args=args)
 
