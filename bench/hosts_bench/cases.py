@@ -181,7 +181,7 @@ _COMPRESSED = (
 
 @dataclass(frozen=True)
 class TrainingScenario:
-    """A GPT that is trained on two hosts of two ranks each, in one way after the other.
+    """A GPT that is trained on a few hosts, in one way after the other.
 
     Attributes:
         name: for ``--parts``.

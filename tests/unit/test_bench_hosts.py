@@ -41,7 +41,8 @@ def smaller(bench, monkeypatch):
     wanted = (cases.Case("all_gather", 8), cases.Case("exchange", 4000, 1), cases.Case("barrier"))
     scenario = cases.Scenario("rate", 2, 1e9, wanted, delay=0.001)
     sizes = {"layers": 1, "width": 8, "heads": 1, "context": 4, "batch": 4}
-    training = cases.TrainingScenario("train-1g", 1e9, ("hybrid_shard",), sizes=sizes)
+    ways = (cases.Way("hybrid_shard"),)
+    training = cases.TrainingScenario("train-1g", 1e9, ways, sizes=sizes)
     monkeypatch.setattr(run, "SCENARIOS", (scenario,))
     monkeypatch.setattr(run, "TRAININGS", (training,))
 
