@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import re
+import signal
 
 import pytest
 from support.elastic_agents import finish, host
@@ -51,8 +53,9 @@ def test_a_host_that_is_cut_off_is_left_behind_and_joins_again_if_it_may():
         are_in(4, 1, 2)
         lab.mend()
         lost = hosts[0].job.finish()
-        assert lost.code == 1
-        assert "the job goes on without this host as generation 4" in last_line(lost)
+        # Whether all of its links are broken as it hears of that, or its rank is left behind alone.
+        assert lost.code in (1, 128 + signal.SIGKILL)
+        assert re.search("goes on without (this host|it) as generation 4", last_line(lost))
 
         hosts[0] = start(0, "--join", everyone)
         (pids[0],) = hosts[0].ranks(5, 1).values()
