@@ -152,8 +152,9 @@ class Versions:
         """
         self.wait()
         prepared, record = draft.prepared, draft.record
-        again = alike and prepared is not None  # as the version before was made
-        if not again or prepared is None:
+        before: Version | None = Version(self._generation, self.made)
+        if not alike or prepared is None:
+            before = None  # none that was made by the same plan
             prepared = self._saver.prepare(draft.own)
             record = self._record(prepared)
             self._tell(draft.own, record)
@@ -163,13 +164,9 @@ class Versions:
         memory[file_bytes:] = np.frombuffer(record, np.uint8)
         version, rank = Version(self._generation, draft.commit), self._backend.rank
         part = Part(version, rank, self._backend.world_size, memory, file_bytes)
-        before = Version(self._generation, self.made)
         self._vault.keep(part)
         self.made = draft.commit
-        if again:
-            self._copy(part, leaving, draft.own, before)
-        else:
-            self._copy(part, leaving)
+        self._copy(part, leaving, draft.own, before)
 
     def _tell(self, own: OwnState, record: bytes) -> None:
         """Tell all ranks how large this rank's part is, and what of the state it holds."""
@@ -215,8 +212,8 @@ class Versions:
         self,
         own: Part,
         leaving: Collection[int],
-        state: OwnState | None = None,
-        before: Version | None = None,
+        state: OwnState,
+        before: Version | None,
     ) -> None:
         """Begin to send this rank's part, and to receive those that it is to keep for others.
 
@@ -225,7 +222,8 @@ class Versions:
         Args:
             own: the part.
             leaving: ranks that keep no copies.
-            state, before: of this rank, and the version before, if this one is made like that.
+            state: of this rank.
+            before: the version before, if it was made by the same plan.
         """
         backend, group = self._backend, self._copies
         keepers = holders(self._hosts, leaving)
@@ -235,7 +233,7 @@ class Versions:
             size, file_bytes = self._sizes[rank]
             memory = self._vault.room(size)
             part = own._replace(rank=rank, memory=memory, file_bytes=file_bytes)
-            if state is not None and before is not None and self._are_twins(rank, backend.rank):
+            if before is not None and self._are_twins(rank, backend.rank):
                 twin = self._twins.get(rank) or self._twin(self._vault.parts[before, rank])
                 self._twins[rank] = twin
                 self._write(twin.layout, sources_of(state, twin.pieces), memory)
@@ -243,7 +241,7 @@ class Versions:
             self._under_way.append((group.irecv(memory, rank), part))
         keeper = keepers[backend.rank]
         if keeper is not None:
-            twins = state is not None and self._are_twins(keeper, backend.rank)
+            twins = before is not None and self._are_twins(keeper, backend.rank)
             sent = own.memory[own.file_bytes :] if twins else own.memory
             self._under_way.append((group.isend(sent, keeper), None))
 

@@ -110,7 +110,7 @@ def _load(job: RankTask) -> tuple[Callable[..., Any], Sequence[Any], Config]:
 
 
 def _result_dumps(job: RankTask) -> Callable[[Any], bytes]:
-    """How to pickle the result; call this before the program is."""
+    """How to pickle the result; to be asked once the program is loaded, before it runs."""
     if not job.main_module:
         from fsdpcore.launch.session import SessionClasses
 
