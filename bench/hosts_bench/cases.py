@@ -33,6 +33,7 @@ class Case:
         size: in bytes, as in ``fsdpcore bench``; of an exchange, of the message each way.
         pairs: of an exchange: ranks 0 and 1, 2 and 3, and so on; the others do nothing.
         late: seconds after which one rank of each pair begins.
+        parts: of an exchange: in how many messages each way.
         times: how often in a row, for the time of one. Links let some bytes pass at once after they
             were idle; in a row they do not.
         limit: seconds that it may take, where the bound does not say it.
@@ -42,6 +43,7 @@ class Case:
     size: int = 0
     pairs: int = 0
     late: float = 0.0
+    parts: int = 1
     times: int = 1
     limit: float = 0.0
 
@@ -52,6 +54,8 @@ class Case:
         if self.size:
             whole = self.size % MIB == 0
             parts.append(f"{self.size // MIB} MiB" if whole else f"{self.size} B")
+        if self.parts > 1:
+            parts.append(f"in {self.parts} messages,")
         late = f", one {1e3 * self.late:g} ms later" if self.late else ""
         return " ".join(filter(None, [*parts, self.operation])) + late
 
@@ -97,6 +101,15 @@ class Scenario:
         return Case("all_gather", MIB * max(2, round(16 * self.rate / 1e9)), times=4)
 
     @property
+    def alone(self) -> dict[str, Case]:
+        """By which what the processor takes is found, over links without a limit.
+
+        A byte, a message that comes behind others, and one that a rank has to be woken for.
+        """
+        stream = Case(EXCHANGE, 256 << 10, self.ranks // 2, parts=64, times=8)
+        return {"byte": _COPIED, "message": stream, "wake": _SMALL}
+
+    @property
     def ranks(self) -> int:
         """Of all hosts."""
         return self.hosts * self.per_host
@@ -121,10 +134,8 @@ _SEVERAL = tuple(
     for operation in ("all_reduce", "all_gather", "reduce_scatter", "broadcast")
     for size, times in ((256 << 10, 16), (4 * MIB, 2), (16 * MIB, 1))
 )
-# By which what a byte takes of the processor is found: over links without a limit.
-COPIED = Case("all_gather", 2 * MIB, times=4)
-# By which what a message takes of the processor is found, where as many ranks share its cores.
-SMALL = Case("all_gather", 64 << 10, times=32)
+_COPIED = Case("all_gather", 2 * MIB, times=4)
+_SMALL = Case("all_gather", 64 << 10, times=32)
 _FAR = (
     Case(BARRIER, limit=0.023),
     Case("all_reduce", 8, limit=0.023),

@@ -19,8 +19,8 @@ from fsdpcore.core.clock import WALL, Clock
 from fsdpcore.core.policy import Costs
 from hosts_bench.cases import BARRIER, EXCHANGE, Case
 
-# Given the number of a pair's other rank and two arrays, sends one there and receives the other.
-Exchange = Callable[[int, Any, Any], object]
+# Given the number of a pair's other rank and arrays to send and to receive, does so with all.
+Exchange = Callable[[int, list[Any], list[Any]], object]
 
 
 class OnceJob(CaseRunner):
@@ -83,11 +83,12 @@ class ExchangeJob(BarrierJob):
         self._late = 0.0 if rank % 2 else case.late
         self._mine = np.full(case.size // 4, rank, np.float32)
         self._theirs = np.empty_like(self._mine)
+        self._parts = [np.array_split(each, case.parts) for each in (self._mine, self._theirs)]
 
     def step(self) -> None:
         if self._partner is not None:
             self._clock.sleep(self._late)
-            self._exchange(self._partner, self._mine, self._theirs)
+            self._exchange(self._partner, *self._parts)
 
     def check(self) -> int:
         self._theirs.fill(-1)
@@ -103,7 +104,7 @@ def _make(
         if case.operation == BARRIER:
             return OnceJob(BarrierJob(contestant), clock)
         if case.operation == EXCHANGE:
-            return OnceJob(ExchangeJob(contestant, case, exchange, clock), clock)
+            return OnceJob(ExchangeJob(contestant, case, exchange, clock), clock, case.times)
         in_place = case.operation != "all_gather"
         (made,) = make_cases(
             case.operation,
@@ -122,8 +123,9 @@ def _make(
 def cases_of(backend: fc.Backend) -> Callable[..., OnceJob]:
     """What makes the job of a case, for a rank of ours."""
 
-    def exchange(partner: int, mine: Any, theirs: Any) -> None:
-        works = [backend.irecv(theirs, partner), backend.isend(mine, partner)]
+    def exchange(partner: int, mine: list[Any], theirs: list[Any]) -> None:
+        works = [backend.irecv(each, partner) for each in theirs]
+        works += [backend.isend(each, partner) for each in mine]
         for work in works:
             work.wait()
 
@@ -147,11 +149,9 @@ def _gloo(options: Options) -> Member:
     torch: Any = importlib.import_module("torch")
     dist: Any = importlib.import_module("torch.distributed")
 
-    def exchange(partner: int, mine: Any, theirs: Any) -> None:
-        works = [
-            dist.irecv(torch.from_numpy(theirs), partner),
-            dist.isend(torch.from_numpy(mine), partner),
-        ]
+    def exchange(partner: int, mine: list[Any], theirs: list[Any]) -> None:
+        works = [dist.irecv(torch.from_numpy(each), partner) for each in theirs]
+        works += [dist.isend(torch.from_numpy(each), partner) for each in mine]
         for work in works:
             work.wait()
 

@@ -21,7 +21,7 @@ from threadpoolctl import threadpool_limits
 import fsdpcore as fc
 from fsdpcore.comm.transport import transport_of
 from fsdpcore.core.policy import Costs
-from hosts_bench.cases import COPIED, SMALL, Case
+from hosts_bench.cases import Case
 from hosts_bench.member import cases_of
 
 # Bytes per second of a reduction, and of memory that the ranks of a host share.
@@ -32,8 +32,9 @@ memory = "2GB/s"
 _SEGMENT = 1 << 20
 # Between which the seconds of a byte and of a message are searched for, and by how much more than
 # plain TCP they take.
-_BYTE, _MESSAGE, _SLOWED = (1e-11, 1e-7), (1e-6, 3e-3), (0.9, 3.0)
-_TURNS = 2
+_BETWEEN = {"byte": (1e-11, 1e-7), "message": (1e-6, 3e-3), "wake": (1e-6, 3e-3)}
+_SLOWED = 0.9, 3.0
+_TURNS = 3
 _STEPS = 3
 # Before all ranks have made what they need for a case.
 _LEAD_SECONDS = 10.0
@@ -50,7 +51,8 @@ class Model:
         burst: bytes that a link lets pass at once; ``slowest_burst`` is that of the last one.
         cores: of the machine, which its hosts share; 0 if each rank has as many as it needs.
         message: seconds of a rank's processor for a message.
-        copy: bytes per second of messages that a core moves.
+        wake: more for one that comes when it has no other to see to.
+        byte: seconds of a core for each byte of messages that it moves.
         speed: how fast a rank computes, against one that has this machine to itself.
         costs: by which the ranks choose algorithms; None for those of the links.
     """
@@ -64,7 +66,8 @@ class Model:
     slowest_burst: int = 0
     cores: int = 0
     message: float = 0.0
-    copy: float = math.inf
+    wake: float = 0.0
+    byte: float = 0.0
     speed: float = 1.0
     costs: Costs | None = None
 
@@ -83,7 +86,8 @@ class Model:
             text += f"[[link]]\nmember = 'host {self.hosts - 1}'\n"
             text += f"rate = {self.slowest}\nburst = {self.slowest_burst}\n"
         ahead = self._ahead()
-        text += f"[compute]\nmessage = {self.message}\ncopy = {self.copy}\nspeed = {self.speed}\n"
+        text += f"[compute]\nmessage = {self.message}\nwake = {self.wake}\n"
+        text += f"copy = {1 / self.byte if self.byte else math.inf}\nspeed = {self.speed}\n"
         text += f"eager = {ahead}\nahead = {ahead}"  # what is no longer than that goes unasked
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder, "network.toml")
@@ -120,26 +124,23 @@ class Model:
         root = transport_of(backend)
         root.policy = replace(root.policy, link=self.costs or root.policy.link)
 
-    def with_processor(self, seconds: Mapping[Case, float], costs: Costs) -> Model:
-        """The model whose bytes and messages take as much of the processor as they did.
+    def with_processor(self, seconds: Mapping[str, tuple[Case, float]], costs: Costs) -> Model:
+        """The model whose processor takes as long as it did.
 
         Args:
-            seconds: that ``COPIED`` and ``SMALL`` took on links without a limit.
+            seconds: for ``byte``, ``message`` and ``wake``, a case that tells it, and how long it
+                took on links without a limit.
             costs: by which the ranks chose algorithms there.
         """
         free = replace(self, rate=math.inf, slowest=0.0, burst=0, costs=costs)
-        for _ in range(_TURNS):  # each of the two has a little to do with the other case
+        for _ in range(_TURNS):  # each of them has a little to do with the other cases
+            for part, (case, took) in seconds.items():
 
-            def with_byte(each: float, model: Model = free) -> Model:
-                return replace(model, copy=1 / each)
+                def with_part(each: float, model: Model = free, part: str = part) -> Model:
+                    return replace(model, **{part: each})  # type: ignore[arg-type]
 
-            free = _search(with_byte, COPIED, seconds[COPIED], *_BYTE)
-
-            def with_message(each: float, model: Model = free) -> Model:
-                return replace(model, message=each)
-
-            free = _search(with_message, SMALL, seconds[SMALL], *_MESSAGE)
-        return replace(self, copy=free.copy, message=free.message)
+                free = _search(with_part, case, took, *_BETWEEN[part])
+        return replace(self, byte=free.byte, message=free.message, wake=free.wake)
 
     def with_rate(self, large: Case, seconds: float) -> Model:
         """The model whose links are as fast as they were: a large case took so long."""

@@ -28,9 +28,7 @@ from fsdpcore.core.errors import ConfigError
 from fsdpcore.core.policy import Costs
 from hosts_bench import start
 from hosts_bench.cases import (
-    COPIED,
     SCENARIOS,
-    SMALL,
     TRAININGS,
     Case,
     Link,
@@ -195,10 +193,10 @@ def _processor(
     with _started(request, free, program, ()) as (lab, entrants):
         ((name, team),) = entrants[:1]
         seconds = {}
-        for case in (COPIED, SMALL):
+        for part, case in scenario.alone.items():
             _, samples, _ = _measured(request, free, case, lab, entrants[:1])
-            seconds[case] = median(samples[name])
-        costs = _agreed_costs(team, name)
+            seconds[part] = case, median(samples[name])
+        costs = _agreed_costs(team, name, scenario)
     return lambda model: model.with_processor(seconds, costs)
 
 
@@ -213,18 +211,19 @@ def _fitted(
     """The model of the hosts."""
     ((name, team),) = entrants
     _, samples, link = _measured(request, scenario, scenario.large, lab, entrants)
-    costs, cores = _agreed_costs(team, name), len(os.sched_getaffinity(0))
+    costs, cores = _agreed_costs(team, name, scenario), len(os.sched_getaffinity(0))
     model = processor(replace(_model(scenario, link), costs=costs, cores=cores))
     model = model.with_rate(scenario.large, median(samples[name]))
     echo(
         f"# model: {8e-6 * model.rate:.1f} Mbit/s, latency {1e6 * model.latency:.0f} us, "
-        f"{1e6 * model.message:.0f} us for a message, {1e-6 * model.copy:.0f} MB/s of a core"
+        f"{1e6 * model.message:.0f} us for a message, {1e6 * model.wake:.0f} us to wake a rank, "
+        f"{1e-6 / model.byte:.0f} MB/s of a core"
     )
     return model
 
 
-def _agreed_costs(team: Team, name: str) -> Costs:
-    team.ask(name, "prepare", case=COPIED.order())
+def _agreed_costs(team: Team, name: str, scenario: Scenario) -> Costs:
+    team.ask(name, "prepare", case=scenario.large.order())
     costs = _costs(team)
     team.ask(name, "release")
     return costs

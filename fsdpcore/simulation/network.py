@@ -23,6 +23,7 @@ seconds or text ("5us")::
     [compute]                # optional, and so is each of its keys
     flops = 4e14
     message = "2us"
+    wake = "20us"
     copy = "1GB/s"
     reduce = "1TB/s"
     eager = "64KiB"
@@ -116,6 +117,7 @@ class Network:
         flops: floating-point operations per second of a rank.
         message: seconds of a rank's processor for each message that it sends, before it leaves, and
             for each that it receives, when it has come.
+        wake: seconds more for one that comes while a rank's processor has no message to see to.
         copy: bytes per second that a core which ranks share moves of messages, where they are sent
             and where they are received; infinity for no time.
         reduce: bytes per second that a rank reduces; infinity for no time.
@@ -135,6 +137,7 @@ class Network:
     links: Mapping[str, Link] = field(default_factory=dict)
     flops: float = 4e14
     message: float = 2e-6
+    wake: float = 0.0
     copy: float = math.inf
     reduce: float = 1e12
     eager: int = 64 * 1024
@@ -376,6 +379,7 @@ _LINK: dict[str, Reader] = {
 _COMPUTE: dict[str, Reader] = {
     "flops": _positive,
     "message": as_seconds,
+    "wake": as_seconds,
     "copy": as_rate,
     "reduce": as_rate,
     "eager": as_size,

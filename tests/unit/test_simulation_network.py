@@ -44,6 +44,7 @@ burst = 500
 copy = "1GB/s"
 flops = 1e12
 message = "3us"
+wake = "4us"
 reduce = "inf"
 eager = "4KiB"
 """
@@ -69,6 +70,7 @@ def test_a_file_says_all(read):
         links={"host 1": Link(5e6, 0.03, 500)},
         flops=1e12,
         message=3e-6,
+        wake=4e-6,
         copy=1e9,
         reduce=math.inf,
         eager=4096,

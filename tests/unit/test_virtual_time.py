@@ -151,6 +151,32 @@ def test_what_is_sent_before_it_is_asked_for(tmp_path: Path, ahead: int) -> None
     assert took == pytest.approx(LATENCY + 800_000 / RATE + 2 * MESSAGE, rel=1e-6)
 
 
+@pytest.mark.parametrize("cores", ["", "cores = 1\n"])
+def test_a_rank_is_woken_once_for_messages_in_a_row(tmp_path: Path, cores: str) -> None:
+    """Three come in a row, one when nothing is left to do, and one that is there when asked for."""
+    wake = 7e-3
+    text = NETWORK.replace("size = 1\n", "size = 1\n" + cores) + f"wake = {wake}\n"
+
+    def main(backend: fc.Backend) -> list[float]:
+        ends = []
+        for tag in range(5):
+            if tag - backend.rank == 3:  # once, the receiver waits; once, the message does
+                backend.clock.sleep(1.0)
+            if backend.rank == 0:
+                backend.send(np.empty(1), 1, tag=tag)
+            else:
+                backend.recv(np.empty(1), 0, tag=tag)
+            ends.append(backend.clock.now())
+        return ends
+
+    sent, received = launch(main, 2, network=network_file(tmp_path, text))
+    first = sent[0] + LATENCY + wake + MESSAGE
+    row = [first, first + MESSAGE, first + 2 * MESSAGE]
+    assert received[:3] == pytest.approx(row, rel=1e-3)
+    assert received[3] == pytest.approx(sent[3] + LATENCY + wake + MESSAGE, rel=1e-3)
+    assert received[4] == pytest.approx(received[3] + 1.0 + MESSAGE, rel=1e-4)
+
+
 def test_messages_wait_for_the_cores_that_ranks_share(tmp_path: Path) -> None:
     """Four ranks of one host send a message each to one of the other host, at the same time."""
     text = NETWORK.replace("size = 1", "size = 4\ncores = 2").replace('"100MB/s"', '"inf"')

@@ -55,7 +55,8 @@ class VirtualBackend(SimBackend):
         self._sending: dict[PostedSend, None] = {}
         self._receiving: dict[PostedReceive, None] = {}
         self._refused = 0  # calls since the job has failed
-        self._taken_in = 0.0  # when this rank's processor is through with what has come
+        # When this rank's processor is through with what has come; when it sent or received last.
+        self._taken_in = self._called = 0.0
         network, options = wire.network, config.transport_options
         if options.arrays == "abstract":
             self.device = AbstractDevice()
@@ -84,8 +85,8 @@ class VirtualBackend(SimBackend):
         if network is not None:
             moving = nbytes / network.memory if nbytes and not self.clock.computing else 0.0
             now = self.clock.now()
-            done = self._wire.processed(self.rank, now, network.message + moving)
-            self.clock.sleep(done - now)
+            self._called = self._wire.processed(self.rank, now, network.message + moving)
+            self.clock.sleep(self._called - now)
         else:  # never nothing, or who looks for messages in a loop would for ever
             self.clock.sleep(
                 _POST_SECONDS if drawn is None else drawn.uniform(0, 2 * _POST_SECONDS)
@@ -96,6 +97,7 @@ class VirtualBackend(SimBackend):
         if self._wire.network is None:
             self._before_post()
         else:  # what has come takes time, not to wait for it
+            self._called = self.clock.now()
             super()._before_post()
 
     def _carry(self, send: PostedSend, peer: SimBackend, eager: bool) -> None:
@@ -181,8 +183,10 @@ class VirtualBackend(SimBackend):
             self._finish(receive)
             return
         self._receiving[receive] = None
-        begin = max(self._taken_in, self.clock.now())
-        self._taken_in = self._wire.processed(self.rank, begin, network.message)
+        now = self.clock.now()
+        begin, idle = max(self._taken_in, now), max(self._taken_in, self._called) < now
+        seconds = network.message + network.wake * idle
+        self._taken_in = self._wire.processed(self.rank, begin, seconds)
         self.clock.at(self._taken_in, lambda: self._finish(receive))
 
     def _finish(self, receive: PostedReceive) -> None:
