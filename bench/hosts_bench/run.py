@@ -46,6 +46,7 @@ PEERS = (ENCRYPTED, SIMULATED, GLOO)
 PARTS = (*(each.name for each in SCENARIOS), *(each.name for each in TRAININGS))
 _BENCH = Path(__file__).parents[1]
 _FOLDERS = (_BENCH, _BENCH.parent / "tests", Path(gpt_model.__file__).parent)
+_PROGRAM = RankProgram.module("hosts_bench.member", *_FOLDERS, threads=1)
 _WARMUP = 2
 # Before all ranks have got an order and wait for its time.
 _LEAD_SECONDS = 0.02
@@ -53,7 +54,6 @@ _LEAD_SECONDS = 0.02
 _STREAM_SECONDS = 0.1
 _STEPS = 2
 _NO_LIMIT = 100e9  # bits per second, which no link of a lab carries
-_MESSAGE = 60e-6  # of a rank in training, as ``zmq`` says
 
 
 @dataclass(frozen=True)
@@ -160,12 +160,11 @@ def _urls(request: HostsRun) -> dict[str, str]:
 def _collectives(
     request: HostsRun, scenario: Scenario, versions: dict[str, Any], echo: options.Echo
 ) -> Iterator[dict[str, Any]]:
-    program = RankProgram.module("hosts_bench.member", *_FOLDERS, threads=1)
     others = [name for name in request.against if name == GLOO]
     echo(f"#\n# {scenario.name}: {scenario.title}")
     simulated = SIMULATED in request.against
-    processor = _processor(request, scenario, program) if simulated else None
-    with _started(request, scenario, program, others) as (lab, entrants):
+    processor = _processor(request, scenario) if simulated else None
+    with _started(request, scenario, _PROGRAM, others) as (lab, entrants):
         _set_rates(lab, scenario)
         versions |= versions_of(entrants)
         model = None
@@ -182,22 +181,26 @@ def _set_rates(lab: Lab, scenario: Scenario) -> None:
         lab.set_rate(scenario.hosts - 1, scenario.slowest)
 
 
-def _processor(
-    request: HostsRun, scenario: Scenario, program: RankProgram
-) -> Callable[[Model], Model]:
+def _processor(request: HostsRun, scenario: Scenario) -> Callable[[Model], Model]:
     """What finds for a model the processor's part, from hosts whose links have no limit.
 
     They are other ranks: how fast links are, ranks find out as they meet.
     """
     free = replace(scenario, rate=_NO_LIMIT, slowest=0.0)
-    with _started(request, free, program, ()) as (lab, entrants):
+    with _started(request, free, _PROGRAM, ()) as (lab, entrants):
         ((name, team),) = entrants[:1]
         seconds = {}
         for part, case in scenario.alone.items():
             _, samples, _ = _measured(request, free, case, lab, entrants[:1])
             seconds[part] = case, median(samples[name])
         costs = _agreed_costs(team, name, scenario)
-    return lambda model: model.with_processor(seconds, costs)
+
+    def on(model: Model) -> Model:
+        alone = replace(model, hosts=scenario.hosts, per_host=scenario.per_host)
+        found = alone.with_processor(seconds, costs)
+        return replace(model, byte=found.byte, message=found.message, wake=found.wake)
+
+    return on
 
 
 def _fitted(
@@ -314,10 +317,10 @@ def _link(lab: Lab, scenario: Scenario | TrainingScenario) -> Link:
     )
 
 
-def _model(scenario: Scenario | TrainingScenario, link: Link) -> Model:
+def _model(scenario: Scenario, link: Link) -> Model:
     """The hosts, with links like the one that was measured."""
     rate, slowest, slowest_rate = link.together, 0.0, 0.0
-    if isinstance(scenario, Scenario) and scenario.slowest:
+    if scenario.slowest:
         slowest_rate = scenario.slowest
         rate, slowest = rate * scenario.rate / scenario.slowest, rate
     return Model(
@@ -355,12 +358,26 @@ def _training(
 ) -> Iterator[dict[str, Any]]:
     program = RankProgram.module("fsdp_bench.member", *_FOLDERS, threads=1)
     echo(f"#\n# {scenario.name}: {scenario.title}")
+    model = _of_hosts(request, scenario, echo) if SIMULATED in request.against else None
     with _started(request, scenario, program, [ALONE]) as (lab, entrants):
         versions |= versions_of(entrants)
         for way in scenario.ways:
             group = scenario.per_host if way.strategy == "hybrid_shard" else 0
             case = Training(**scenario.sizes, **way._asdict(), group=group)
-            yield _way(request, scenario, way.name, case, lab, entrants, echo)
+            yield _way(request, scenario, way.name, case, lab, entrants, model, echo)
+
+
+def _of_hosts(request: HostsRun, scenario: TrainingScenario, echo: options.Echo) -> Model:
+    """The model of the hosts on which is trained, found by collectives.
+
+    What a message between hosts takes is found among as many ranks on as many hosts.
+    """
+    apart = Scenario(scenario.name, scenario.ranks, scenario.rate, ())
+    processor = _processor(request, apart)
+    hosts = replace(apart, hosts=scenario.hosts, per_host=scenario.per_host)
+    with _started(request, hosts, _PROGRAM, ()) as (lab, entrants):
+        _set_rates(lab, hosts)
+        return _fitted(request, hosts, lab, entrants, processor, echo)
 
 
 def _way(
@@ -370,6 +387,7 @@ def _way(
     case: Training,
     lab: Lab,
     entrants: Sequence[Entrant],
+    model: Model | None,
     echo: options.Echo,
 ) -> dict[str, Any]:
     losses = {}
@@ -379,7 +397,6 @@ def _way(
         if name != ALONE:
             losses[name] = [sum(ranks) for ranks in zip(*team.ask(name, "losses", count=2))]  # noqa: B905
     teams, rates, moved = dict(entrants), list[float](), list[float]()
-    links = list[Link]()
 
     def turn(name: str, number: int) -> float:
         before = _sent(lab)
@@ -390,7 +407,6 @@ def _way(
             # One stream, and one from each host. What warms the link up is a quarter of each.
             size = 2 * 1.25 * scenario.rate / 8 * _STREAM_SECONDS
             rates.append(link.goodput * (_sent(lab) - before) / size)
-            links.append(link)
         return took
 
     samples = alternate(teams, request.rounds, turn)
@@ -401,11 +417,9 @@ def _way(
     computing = median(samples.pop(ALONE))
     moving = median(moved) / median(rates)
     bound = max(computing, moving)
-    if SIMULATED in request.against:
+    if model is not None:
         speed = computing_seconds(case, scenario.ranks) / computing
-        model = _model(scenario, _typical(links))
-        model = replace(model, message=_MESSAGE, speed=speed, costs=costs)
-        samples[SIMULATED] = [model.step_seconds(case)]
+        samples[SIMULATED] = [replace(model, speed=speed, costs=costs).step_seconds(case)]
     echo(
         _line(title, bound, samples)
         + f"; {case.batch * case.context / median(samples[OURS]):.0f} tokens/s"
