@@ -99,8 +99,7 @@ class OurTraining(EngineJob):
             layers = [(name, _WatchedLayer(layer, watch)) for (name, layer), watch in watches]
             optimizer = _WatchedAdamW(**vars(optimizer), watch=self._watch)
         self._stack = fc.LayerStack(layers)
-        width: Any = case.compress or None
-        compression = fc.Compression(width, width) if width else None
+        compression = _compression(case.compress)
         mesh = fc.Mesh(backend, {"group": backend.world_size if case.every else 1, "shard": -1})
         engine = fc.FSDP(
             self._stack.units(np.random.default_rng(SEED)),
@@ -283,6 +282,15 @@ class _PlainUnit:
         self.rounded = None if same else values[share]
         names = optimizer.state_names
         self.state = {name: xp.zeros(self.master.size, np.float32) for name in names}
+
+
+def _compression(words: str) -> fc.Compression | None:
+    if not words:
+        return None
+    width, *more = words.split()
+    gather: Any = width
+    reduce: Any = more[0] if more else width
+    return fc.Compression(gather, reduce, keep="kept" in more)
 
 
 def _optimizer(case: Training) -> fc.optim.AdamW:

@@ -41,6 +41,9 @@ class Compression:
         block: values that share a scale; a power of two from 8 to 4096.
         exact: patterns of the names (``unit.param``) that travel as they are, such as
             ``("*.bias", "head.*")``, in place of those of less than two axes; ``()`` for none.
+        keep: with ``full_shard``, what a rank has gathered stays with it, packed, until the next
+            update: so parameters travel once in a step, not twice or once for each pass. It takes
+            memory for all parameters in so few bits on each rank. The bits are the same.
         hosts_only: groups of ranks that are all on one host move float32; what others have to
             wait for a network for is not.
 
@@ -58,13 +61,14 @@ class Compression:
     error_feedback: bool = False
     block: int = 64
     exact: tuple[str, ...] | None = None
+    keep: bool = False
     hosts_only: bool = False
 
     def __post_init__(self) -> None:
         for field in ("gather", "reduce"):
             as_choice(getattr(self, field), (*get_args(Width), None), f"{field} of Compression")
         as_choice(self.rotation, (True, False, None), "rotation of Compression")
-        for field in ("error_feedback", "hosts_only"):
+        for field in ("error_feedback", "keep", "hosts_only"):
             as_choice(getattr(self, field), (True, False), f"{field} of Compression")
         block = as_int(self.block, "block of Compression", minimum=_SMALLEST_BLOCK)
         if block > _LARGEST_BLOCK or block & (block - 1):
@@ -83,6 +87,8 @@ class Compression:
             raise ArgumentError(
                 "error_feedback of Compression is for gradients: pass reduce='int4'"
             )
+        if self.keep and self.gather is None:
+            raise ArgumentError("keep of Compression is for parameters: pass gather='int8'")
 
     @property
     def gathers(self) -> Format | None:

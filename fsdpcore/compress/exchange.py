@@ -52,7 +52,14 @@ class Exchange:
         return sum(room.size for room in self._rooms.values())
 
     def gather(
-        self, own: Floats, packing: Packing, flat: Floats, label: str, *, differences: bool = False
+        self,
+        own: Floats,
+        packing: Packing,
+        flat: Floats,
+        label: str,
+        *,
+        differences: bool = False,
+        received: Bytes | None = None,
     ) -> None:
         """Have the chunks of all ranks; see the module's docstring.
 
@@ -63,11 +70,12 @@ class Exchange:
             label: of the collective.
             differences: what is quantised is by how much the chunks differ from ``flat``, which all
                 ranks have alike.
+            received: gets the bytes of all chunks, for ``unpack``; None for memory of its own.
         """
         mine = packing.chunks[self.group.rank]
         packed = self._room("sent", mine.nbytes)
         self._pack(own, mine, packed, base=flat[mine.start : mine.stop] if differences else None)
-        self._spread(packed, packing, flat, label, differences=differences)
+        self._spread(packed, packing, flat, label, differences=differences, received=received)
 
     def scatter(
         self, flat: Floats, packing: Packing, own: Floats, error: Floats | None, label: str
@@ -127,12 +135,26 @@ class Exchange:
         label: str,
         *,
         differences: bool = False,
+        received: Bytes | None = None,
     ) -> None:
-        counts = packing.counts
-        received = self._room("received", sum(counts))
+        if received is None:
+            received = self._room("received", sum(packing.counts))
         gathering = all_gather if packing.even else all_gather_v
         gathering(packed, self.group, out=received, algorithm=self._gathering, label=label)
-        for chunk, part in zip(packing.chunks, _cut(received, counts), strict=True):
+        self.unpack(received, packing, flat, differences=differences)
+
+    def unpack(
+        self, received: Bytes, packing: Packing, flat: Floats, *, differences: bool = False
+    ) -> None:
+        """Unpack the chunks of all ranks; moves nothing between them.
+
+        Args:
+            received: what ``gather`` has received.
+            packing: as it was there.
+            flat: gets all chunks, or what is quantised is added to it.
+            differences: see ``gather``.
+        """
+        for chunk, part in zip(packing.chunks, _cut(received, packing.counts), strict=True):
             out = flat[chunk.start : chunk.stop]
             self._add_up([part], chunk, out, add=differences)
 

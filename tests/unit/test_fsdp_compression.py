@@ -20,6 +20,7 @@ import fsdpcore as fc
 BLOCK = 16
 INT4 = fc.Compression("int4", "int4", block=BLOCK)
 FEEDBACK = fc.Compression("int4", "int4", block=BLOCK, error_feedback=True)
+KEPT = fc.Compression("int4", "int4", block=BLOCK, keep=True)
 SHAPES = {"a": {"w": (7, 9), "bias": (9,), "v": (3, 5, 2)}, "b": {"w": (9, 31)}, "c": {"gain": ()}}
 
 
@@ -91,11 +92,57 @@ def test_all_ranks_have_the_same_bits_and_send_what_the_plan_says(strategy: fc.S
     assert sum(sent for _, sent in found[0]) < sum(sent for _, sent in plain)
 
 
-def test_what_is_kept_for_quantising_is_counted() -> None:
+def _looked_at(
+    backend: fc.Backend, strategy: fc.Strategy, compression: fc.Compression
+) -> tuple[list[bytes], list[int]]:
+    """What is seen, and what is sent, wherever parameters change or are gathered again."""
+    engine = engine_of(backend, strategy, compression, window=False)
+    seen, sent = [bits_of(engine)], []
+    for _ in range(2):
+        take_step(engine)
+        sent.append(engine.stats.bytes_sent)
+        seen += [bits_of(engine), bits_of(engine)]
+    with engine.units[0].writing() as shard:
+        shard[:] = backend.rank
+    seen.append(bits_of(engine))
+    for number in range(2):
+        with engine.step() as step:
+            for unit in (*engine.units, *engine.units):
+                with step.forward(unit):
+                    pass
+            if number:
+                take = gradient("a", "w", backend.rank, 9)
+                for unit in (*engine.units[::-1], *engine.units[::-1]):
+                    with step.backward(unit) as (params, grads):
+                        seen += [array.tobytes() for array in params.values()]
+                        for param in params:
+                            grads[param] = np.resize(take, params[param].shape)
+                step.update()
+        seen.append(bits_of(engine))
+    engine.load_state_dict(engine.state_dict(full=True))
+    seen.append(bits_of(engine))
+    return seen, sent
+
+
+@by_strategy
+def test_what_ranks_keep_packed_is_what_they_would_gather_again(strategy: fc.Strategy) -> None:
+    again, kept = (launch(_looked_at, args=(strategy, each)) for each in (INT4, KEPT))
+    assert [seen for seen, _ in kept] == [seen for seen, _ in again]
+    launch(_trained, args=(strategy, 1, KEPT))
+    place = strategy.place(4)
+    keeps = place.gathers and not place.whole_parameters and not place.keeps_part
+    for (_, less), (_, more) in zip(kept, again, strict=True):
+        assert less < more if keeps else less == more
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_what_is_kept_for_quantising_is_counted(keep: bool) -> None:
     def body(backend: fc.Backend) -> None:
         unit = fc.Unit("a", {"w": np.zeros((8, 16), np.float32), "b": np.zeros(3, np.float32)})
         smaller = fc.Unit("s", {"w": np.zeros((2, 8), np.float32)})
-        compression = fc.Compression("int4", "int4", exact=("a.b",), error_feedback=True, block=16)
+        compression = fc.Compression(
+            "int4", "int4", exact=("a.b",), error_feedback=True, block=16, keep=keep
+        )
         estimate = functools.partial(fc.memory_estimate, [unit, smaller], 2, optimizer_states=0)
         engine = fc.FSDP(
             [unit, smaller], backend, optimizer=fc.optim.SGD(lr=0.1), compression=compression
@@ -105,6 +152,7 @@ def test_what_is_kept_for_quantising_is_counted() -> None:
         large, small = 5 * 12, 4 * 12 + 3 * 4
         own = large if backend.rank == 0 else small
         gathers, scatters = own + large + small, large + small + 2 * own
+        gathers += 2 * 12 if keep else 0  # the other unit's
         errors = 4 * (132 + 16)
         assert engine.held().quantising == gathers + scatters + errors
         more = estimate(compression=compression, rank=backend.rank)
@@ -289,7 +337,13 @@ def test_what_does_not_go_together_is_refused(options: dict[str, Any], words: st
 
 @pytest.mark.parametrize(
     "options",
-    [{"gather": "int2"}, {"block": 48}, {"gather": None, "reduce": None}, {"exact": (1,)}],
+    [
+        {"gather": "int2"},
+        {"block": 48},
+        {"gather": None, "reduce": None},
+        {"exact": (1,)},
+        {"gather": None, "keep": True},
+    ],
 )
 def test_a_compression_that_makes_no_sense_is_refused(options: dict[str, Any]) -> None:
     with pytest.raises(fc.ArgumentError, match="Compression"):

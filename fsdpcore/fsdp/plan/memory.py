@@ -84,5 +84,8 @@ def measure(model: ShardedModel, pool: BufferPool, window: int) -> HeldMemory:
 def _quantising(model: ShardedModel) -> int:
     if model.wire is None:
         return 0
+    gatherings = (unit.trained_parameter.storage.quantised for unit in model.units)
     reductions = (unit.gradients.quantised for unit in model.units)
-    return model.wire.nbytes + sum(each.error.nbytes for each in reductions if each is not None)
+    kept = sum(each.nbytes for each in gatherings if each is not None)
+    left_out = sum(each.error.nbytes for each in reductions if each is not None)
+    return model.wire.nbytes + kept + left_out

@@ -189,6 +189,8 @@ class SizedUnit:
         if travel is not None and travel.gathers and self.trainable:
             quantised = _quantised_gathering(sizes, travel, leaves.rank)
             self._from_shards = (quantised, *self._from_shards[1:])
+        # What has been gathered stays, packed, until the update that is the end of a plan.
+        self._keeps = travel is not None and travel.keeps and self.trainable
         self._from_parts = _gatherings(layouts, placement.regather)
         self._has_part = False  # a larger part than the shard
         self._gathers: list[int] = []
@@ -251,6 +253,8 @@ class SizedUnit:
                 for each in self._gatherings
             ]
             self._fresh = self._fresh or self._storage.keeps
+            if self._keeps:
+                self._from_shards, self._keeps = self._from_shards[1:], False
             self.state = ParamState.GATHERING
         if not async_op:
             for each in self._gathers:

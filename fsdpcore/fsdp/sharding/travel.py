@@ -49,6 +49,13 @@ class Travel:
         return self.gathers and self.placement.whole_parameters
 
     @property
+    def keeps(self) -> bool:
+        """Whether ranks keep what they have gathered, packed, until the next update."""
+        place = self.placement
+        here = self.gathers and not place.whole_parameters and not place.keeps_part
+        return here and self.compression.keep
+
+    @property
     def sums(self) -> bool:
         """Whether gradients are quantised before they are summed first."""
         among = self.whole if self.placement.whole_gradients else self.shards
@@ -109,13 +116,17 @@ class Travel:
         """Return the bytes that a rank keeps from step to step for what travels quantised.
 
         That is what quantising gradients has left out, and memory for the packed bytes of the
-        largest of the units, which are given by their layouts and by what of them is exact.
+        largest of the units, which are given by their layouts and by what of them is exact; and
+        what has been gathered of all of them, where it is kept.
         """
         replica, shard = divmod(rank, self.placement.shards)
         gathered, summed, spread = [], [], []
+        kept = 0
         for layout, exact in units:
             if self.gathers:
-                gathered.append(self.gathering(layout, exact).gather_rooms(shard))
+                sent, came = self.gathering(layout, exact).gather_rooms(shard)
+                gathered.append((sent, 0 if self.keeps else came))
+                kept += came if self.keeps else 0
             if self.sums and self.placement.whole_gradients:
                 summed.append(self.summing(layout, exact).reduce_rooms(rank))
             elif self.sums:
@@ -123,7 +134,7 @@ class Travel:
             if self.spreads:
                 spread.append(self.spreading(layout, exact, shard).reduce_rooms(replica))
         rooms = sum(sum(largest(each)) for each in (gathered, summed, spread))
-        return rooms + _ITEM * sum(sum(self.errors(layout, rank)) for layout, _ in units)
+        return rooms + kept + _ITEM * sum(sum(self.errors(layout, rank)) for layout, _ in units)
 
     def reductions(
         self, layout: FlatLayout, exact: Sequence[Span], rank: int

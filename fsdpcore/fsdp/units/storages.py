@@ -124,7 +124,9 @@ class ShardedStorage(_PooledStorage):
         quantised = self._quantises
         with self._filling() as flat:
             if quantised is not None:
-                return quantised.start(source, flat, label, async_op=async_op)
+                started = quantised.start(source, flat, label, async_op=async_op)
+                self.stale = self._kind.moves and not quantised.fresh
+                return started
             place = place_of(flat, self.places.layout, group.rank) if away else None
             return _gathering(source, group, flat, place, self._algorithm, label, async_op=async_op)
 
@@ -150,6 +152,9 @@ class ShardedStorage(_PooledStorage):
     def claim(self) -> None:
         """Nothing to wait for: nobody else sees the shard outside of ``gather``."""
         self.free(again=False)  # what was gathered is about to be out of date
+        if self.quantised is not None:
+            self.quantised.fresh = False
+        self.stale = self._kind.moves
 
 
 class ReplicatedStorage(ParameterStorage):

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from fsdpcore.collectives import all_gather, all_reduce, reduce_scatter
 from fsdpcore.comm.backend import Backend
@@ -89,6 +90,7 @@ class UnitGathering:
 
     Attributes:
         sends: bytes that this rank sends.
+        fresh: what was gathered is kept, packed, and is what all ranks have in their shards.
     """
 
     def __init__(self, places: Places, wire: Wire, exchange: Exchange) -> None:
@@ -96,12 +98,28 @@ class UnitGathering:
         exact = wire.travel.compression.exact_spans(places.unit, places.layout.params)
         self._packing = wire.travel.gathering(places.layout, exact)
         self.sends = self._packing.gather_sends(exchange.group.rank)
+        self.fresh = False
+        self._keeps = wire.travel.keeps
+        self._kept: NDArray[np.uint8] | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Of the memory for what is kept."""
+        return 0 if self._kept is None else self._kept.nbytes
 
     def start(self, own: Array, flat: Array, label: str, *, async_op: bool) -> Work | None:
         """Gather into ``flat``; see ``ParameterStorage.gather``."""
+        fresh, self.fresh = self.fresh, self._keeps
+        if self._keeps and self._kept is None:
+            size = sum(self._packing.counts)
+            self._kept = self._exchange.group.empty((size,), np.uint8)
+        kept = self._kept
 
         def gather() -> None:
-            self._exchange.gather(own, self._packing, flat, label)
+            if fresh and kept is not None:
+                self._exchange.unpack(kept, self._packing, flat)
+            else:
+                self._exchange.gather(own, self._packing, flat, label, received=kept)
 
         return self._wire.run(gather, label, async_op=async_op)
 
