@@ -96,9 +96,13 @@ class Scenario:
     slowest: float = 0.0
 
     @property
-    def large(self) -> Case:
-        """By which the rate of the links is found: it takes about half a second."""
-        return Case("all_gather", MIB * max(2, round(16 * self.rate / 1e9)), times=4)
+    def large(self) -> tuple[Case, ...]:
+        """By which the rate of the links is found: each takes about half a second.
+
+        In one all hosts send at the same time, in the other one does.
+        """
+        size = MIB * max(2, round(16 * self.rate / 1e9))
+        return Case("all_gather", size, times=4), Case("broadcast", size, times=4)
 
     @property
     def alone(self) -> dict[str, Case]:

@@ -139,16 +139,16 @@ class Model:
                 def with_part(each: float, model: Model = free, part: str = part) -> Model:
                     return replace(model, **{part: each})  # type: ignore[arg-type]
 
-                free = _search(with_part, case, took, *_BETWEEN[part])
+                free = _search(with_part, {case: took}, *_BETWEEN[part])
         return replace(self, byte=free.byte, message=free.message, wake=free.wake)
 
-    def with_rate(self, large: Case, seconds: float) -> Model:
-        """The model whose links are as fast as they were: a large case took so long."""
+    def with_rate(self, seconds: Mapping[Case, float]) -> Model:
+        """The model whose links are as fast as they were, where large cases took so long."""
 
         def slowed(factor: float) -> Model:
             return replace(self, rate=self.rate / factor, slowest=self.slowest / factor)
 
-        return _search(slowed, large, seconds, *_SLOWED)
+        return _search(slowed, seconds, *_SLOWED)
 
     def step_seconds(self, case: Training) -> float:
         """Of a training step, where computing takes what it takes here, by ``speed``."""
@@ -169,12 +169,13 @@ class Model:
 
 
 def _search(
-    make: Callable[[float], Model], case: Case, seconds: float, low: float, high: float
+    make: Callable[[float], Model], seconds: Mapping[Case, float], low: float, high: float
 ) -> Model:
-    """The model by whose number a case takes so long; the larger, the longer."""
+    """The model by whose number cases take so long, in the mean; the larger, the longer."""
     for _ in range(12):
         middle = math.sqrt(low * high)
-        if make(middle).seconds(case) < seconds:
+        model = make(middle)
+        if sum(math.log(model.seconds(case) / took) for case, took in seconds.items()) < 0:
             low = middle
         else:
             high = middle

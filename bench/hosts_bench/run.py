@@ -213,10 +213,14 @@ def _fitted(
 ) -> Model:
     """The model of the hosts."""
     ((name, team),) = entrants
-    _, samples, link = _measured(request, scenario, scenario.large, lab, entrants)
+    seconds, links = {}, []
+    for case in scenario.large:
+        _, samples, link = _measured(request, scenario, case, lab, entrants)
+        seconds[case] = median(samples[name])
+        links.append(link)
     costs, cores = _agreed_costs(team, name, scenario), len(os.sched_getaffinity(0))
-    model = processor(replace(_model(scenario, link), costs=costs, cores=cores))
-    model = model.with_rate(scenario.large, median(samples[name]))
+    model = processor(replace(_model(scenario, _typical(links)), costs=costs, cores=cores))
+    model = model.with_rate(seconds)
     echo(
         f"# model: {8e-6 * model.rate:.1f} Mbit/s, latency {1e6 * model.latency:.0f} us, "
         f"{1e6 * model.message:.0f} us for a message, {1e6 * model.wake:.0f} us to wake a rank, "
@@ -226,7 +230,7 @@ def _fitted(
 
 
 def _agreed_costs(team: Team, name: str, scenario: Scenario) -> Costs:
-    team.ask(name, "prepare", case=scenario.large.order())
+    team.ask(name, "prepare", case=scenario.large[0].order())
     costs = _costs(team)
     team.ask(name, "release")
     return costs
