@@ -62,6 +62,9 @@ SETTINGS: dict[str, Setting] = {
     NONE: Setting(),
     "int8": Setting(compression=_both("int8")),
     "int8 gathers, int4 gradients": Setting(compression=fc.Compression("int8", "int4")),
+    "int8 gathers that are kept, int4 gradients": Setting(
+        compression=fc.Compression("int8", "int4", keep=True)
+    ),
     "int4": Setting(compression=_both("int4")),
     "int4, shard_grad_op": Setting("shard_grad_op", _both("int4")),
     "int4, no rotation": Setting(compression=_both("int4", rotation=False)),

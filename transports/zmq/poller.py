@@ -31,9 +31,7 @@ from fsdpcore.core.errors import CommunicationError
 # a computation stands still for longer; shorter, and it gets in the way of the next wait.
 _AWAY_SECONDS, _LONGEST_AWAY_SECONDS = 0.002, 0.02
 # How long a waiting thread looks for input before it goes to sleep: as long as an answer takes from
-# a rank that is not busy, since being woken takes 20 us more. Where the input before took longer,
-# it sleeps at once: over a slow link there is none for a millisecond, and looking for it takes the
-# core, and the interpreter, from who computes meanwhile.
+# a rank that is not busy, since being woken takes 20 us more.
 _LOOK_SECONDS = 100e-6
 # What another thread needs to wake up and take the lock.
 _CHANCE_SECONDS = 50e-6
@@ -289,7 +287,6 @@ class _PollSet:
     def __init__(self) -> None:
         self._handlers: dict[int, Callable[[], None]] = {}
         self._poll = select.poll()
-        self._soon = True  # the last input came within ``_LOOK_SECONDS``
 
     def add(self, descriptor: int, handler: Callable[[], None]) -> None:
         self._handlers[descriptor] = handler
@@ -300,21 +297,16 @@ class _PollSet:
         return list(self._handlers.values())
 
     def look(self, seconds: float) -> list[Callable[[], None]]:
-        """As ``poll``, but stay awake for a moment, with the core given away in between.
-
-        Not where the input before took longer than that.
-        """
-        if seconds <= 0:
-            return self.poll(seconds)
-        # A thread that does not get the interpreter back at once does not look again.
-        end = time.monotonic() + _LOOK_SECONDS
-        while self._soon and time.monotonic() < end:
-            if ready := self.poll(0.0):
-                return ready
-            os.sched_yield()
-        ready = self.poll(seconds)
-        self._soon = time.monotonic() < end
-        return ready
+        """As ``poll``, but stay awake for a moment, with the core given away in between."""
+        if seconds > 0:
+            # A thread that does not get the interpreter back at once does not look again.
+            end = time.monotonic() + _LOOK_SECONDS
+            while not (ready := self.poll(0.0)):
+                if time.monotonic() > end:
+                    return self.poll(seconds)
+                os.sched_yield()
+            return ready
+        return self.poll(seconds)
 
     def poll(self, seconds: float | None) -> list[Callable[[], None]]:
         """Wait up to ``seconds`` for input; return what to call, possibly nothing."""
