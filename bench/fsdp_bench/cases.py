@@ -89,8 +89,7 @@ class Training:
         prefetch, setting: as in ``Exchange``.
         strategy, group: of our engine, and how many ranks share a copy, for those that ask.
         virtual_ranks: of our engine; 0 without.
-        compress: "int8" or "int4": how parameters and gradients of our engine travel; or "int8
-            int4", where these differ, and "int8 int4 kept", as of ``fc.Compression``.
+        compress: how parameters and gradients of our engine travel; see ``fc.Compression.parse``.
         every: steps between outer steps of ranks that are a group each; 0 without. Those compress.
     """
 

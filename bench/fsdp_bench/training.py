@@ -99,7 +99,7 @@ class OurTraining(EngineJob):
             layers = [(name, _WatchedLayer(layer, watch)) for (name, layer), watch in watches]
             optimizer = _WatchedAdamW(**vars(optimizer), watch=self._watch)
         self._stack = fc.LayerStack(layers)
-        compression = _compression(case.compress)
+        compression = fc.Compression.parse(case.compress) if case.compress else None
         mesh = fc.Mesh(backend, {"group": backend.world_size if case.every else 1, "shard": -1})
         engine = fc.FSDP(
             self._stack.units(np.random.default_rng(SEED)),
@@ -282,15 +282,6 @@ class _PlainUnit:
         self.rounded = None if same else values[share]
         names = optimizer.state_names
         self.state = {name: xp.zeros(self.master.size, np.float32) for name in names}
-
-
-def _compression(words: str) -> fc.Compression | None:
-    if not words:
-        return None
-    width, *more = words.split()
-    gather: Any = width
-    reduce: Any = more[0] if more else width
-    return fc.Compression(gather, reduce, keep="kept" in more)
 
 
 def _optimizer(case: Training) -> fc.optim.AdamW:

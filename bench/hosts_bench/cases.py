@@ -188,7 +188,7 @@ _COMPRESSED = (
     Way("full_shard"),
     Way("full_shard", "int8"),
     Way("full_shard", "int4"),
-    Way("full_shard", "int8 int4 kept"),
+    Way("full_shard", "int8,int4,keep"),
     Way("shard_grad_op"),
     Way("shard_grad_op", "int4"),
     Way("no_shard", "int4", 12),

@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, cast, get_args
+from typing import Annotated, Any, cast
 
 import ml_dtypes
 import numpy as np
@@ -15,7 +15,6 @@ import typer
 from numpy.typing import DTypeLike
 
 from fsdpcore.bench.harness.usage import one_line
-from fsdpcore.compress.compression import Width
 from fsdpcore.core import text
 from fsdpcore.core.errors import ArgumentError, ConfigError
 from fsdpcore.core.policy import Costs
@@ -35,6 +34,7 @@ from fsdpcore.fsdp.units.precision import Precision
 from fsdpcore.launch.config import resolve
 
 NOTHING_FITS = 1
+_WAYS = (None, "int8", "int4", "int8,int4,keep")  # of parameters and gradients, with --link
 _KEPT_PARTS = 4  # of versions: a rank's own and that of another, of two versions
 # Of a link between ordinary machines, beside its rate: per message, byte reduced, and trip.
 _ALPHA, _GAMMA, _LATENCY = 2e-5, 1e-10, 1e-4
@@ -75,7 +75,8 @@ def show_plan(
         str | None, typer.Option(help="Whose costs tell the time of communication.")
     ] = None,
     compress: Annotated[
-        str | None, typer.Option(help="int8 or int4: how parameters and gradients travel.")
+        str | None,
+        typer.Option(help="How parameters and gradients travel: int8, int4, or int8,int4,keep."),
     ] = None,
     link: Annotated[
         str | None, typer.Option(help="Between any two ranks, such as 100Mbit: what pays there.")
@@ -106,7 +107,7 @@ def show_plan(
             microbatches=microbatches,
             sync=cast(Sync, sync),  # make_plan refuses what is none
             costs=_costs(transport, link),
-        ).compressed(_width(compress))
+        ).compressed(compress)
         limit = None if memory is None else parse_memory(memory)
         answer = _Answer.to(training, wanted, limit, linked=link is not None, elastic=elastic)
     if json:
@@ -164,9 +165,9 @@ class _Answer:
         helps: list[Change] = []
         if limit is not None and best is None:
             helps = changes(training, closest.strategy, limit)
-        widths: tuple[Width | None, ...] = (None, *get_args(Width)) if linked else ()
         ways: dict[str, Plan] = {
-            each or "float32": training.compressed(each).plan(wanted) for each in widths
+            each or "float32": training.compressed(each).plan(wanted)
+            for each in (_WAYS if linked else ())
         }
         return cls(plan, others, versions, limit, best, closest, helps, ways)
 
@@ -299,12 +300,6 @@ def _precision(param: str, reduce: str | None) -> Precision | None:
     if param_dtype is reduce_dtype is np.float32:
         return None
     return Precision(param_dtype, reduce_dtype)
-
-
-def _width(compress: str | None) -> Width | None:
-    if compress is not None and compress not in get_args(Width):
-        raise ConfigError(f"--compress must be int8 or int4, got {compress!r}")
-    return cast(Width | None, compress)
 
 
 def _costs(transport: str | None, link: str | None) -> Costs | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import fnmatch
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal, TypeAlias, get_args
+from typing import Literal, TypeAlias, cast, get_args
 
 from fsdpcore.compress.packing import Span
 from fsdpcore.compress.quantiser import Format
@@ -15,6 +15,7 @@ from fsdpcore.core.geometry.layout import ParamRange
 
 Width: TypeAlias = Literal["int8", "int4"]
 _BITS = {"int8": 8, "int4": 4}
+_KEEP = "keep"
 _SMALLEST_BLOCK, _LARGEST_BLOCK = 8, 4096
 
 
@@ -89,6 +90,33 @@ class Compression:
             )
         if self.keep and self.gather is None:
             raise ArgumentError("keep of Compression is for parameters: pass gather='int8'")
+
+    @classmethod
+    def parse(cls, words: str) -> Compression:
+        """Return what a command's option says.
+
+        Args:
+            words: how parameters travel, how gradients do where that is not the same, and whether
+                ranks keep what they gathered: "int8", "int8,int4", or "int8,int4,keep".
+
+        Raises:
+            ArgumentError: it says something else.
+
+        Example::
+
+            assert fc.Compression.parse("int8,keep") == fc.Compression("int8", "int8", keep=True)
+        """
+        widths = [each.strip() for each in words.split(",")]
+        keep = widths[1:] != [] and widths[-1] == _KEEP
+        if keep:
+            widths.pop()
+        if len(widths) > 2 or not set(widths) <= set(get_args(Width)):
+            raise ArgumentError(
+                f"a compression is int8 or int4 for parameters, the same or another one for "
+                f"gradients, and {_KEEP}, such as 'int8' or 'int8,int4,{_KEEP}'; got {words!r}"
+            )
+        gather, reduce = cast(list[Width], [widths[0], widths[-1]])
+        return cls(gather, reduce, keep=keep)
 
     @property
     def gathers(self) -> Format | None:

@@ -348,3 +348,24 @@ def test_what_does_not_go_together_is_refused(options: dict[str, Any], words: st
 def test_a_compression_that_makes_no_sense_is_refused(options: dict[str, Any]) -> None:
     with pytest.raises(fc.ArgumentError, match="Compression"):
         fc.Compression(**options)
+
+
+@pytest.mark.parametrize(
+    ("words", "compression"),
+    [
+        ("int4", fc.Compression("int4", "int4")),
+        ("int8, int4", fc.Compression("int8", "int4")),
+        ("int8,int4,keep", fc.Compression("int8", "int4", keep=True)),
+        ("int4,keep", fc.Compression("int4", "int4", keep=True)),
+    ],
+)
+def test_a_compression_in_words(words: str, compression: fc.Compression) -> None:
+    assert fc.Compression.parse(words) == compression
+
+
+@pytest.mark.parametrize(
+    "words", ["", "keep", "int7", "int8,int4,int4", "int8,,keep", "int8,keeps"]
+)
+def test_words_that_are_no_compression_are_refused(words: str) -> None:
+    with pytest.raises(fc.ArgumentError, match=r"such as 'int8' or 'int8,int4,keep'; got"):
+        fc.Compression.parse(words)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import ml_dtypes
 
-from fsdpcore.compress.compression import Compression, Width
+from fsdpcore.compress.compression import Compression
 from fsdpcore.core.policy import Costs
 from fsdpcore.fsdp.plan.make_plan import Sync, make_plan
 from fsdpcore.fsdp.plan.plan import Plan
@@ -68,9 +68,9 @@ class Training:
             compression=self.compression,
         )
 
-    def compressed(self, width: Width | None) -> Training:
-        """Return the same with parameters and gradients that travel as such integers, or not."""
-        compression = None if width is None else Compression(width, width)
+    def compressed(self, words: str | None) -> Training:
+        """Return the same with what ``Compression.parse`` makes of some words, or with none."""
+        compression = None if words is None else Compression.parse(words)
         return dataclasses.replace(self, compression=compression)
 
 
