@@ -34,10 +34,10 @@ def small_step(engine: fc.FSDP) -> float:
 
 def cost_of_marks(engine: fc.FSDP) -> float:
     """Return the seconds that it takes to note where the time of the last step went."""
-    marks = engine.stats.times.marks
+    doings = engine.stats.times.marks[1::2]
     mark = type(engine.stats.times)(time.monotonic_ns).mark
     before = time.perf_counter()
-    for _, doing in marks:
+    for doing in doings:
         mark(doing)
     return time.perf_counter() - before
 
