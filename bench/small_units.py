@@ -58,13 +58,15 @@ def measure(backend: fc.Backend, units: int, steps: int) -> None:
     for engine in engines.values():
         small_step(engine)
     taken: dict[int, list[float]] = {ahead: [] for ahead in engines}
-    noted, shares = [], []
+    noted: list[float] = []
+    shares: list[float] = []
     for _ in range(steps):
         for ahead, engine in engines.items():
             taken[ahead].append(small_step(engine))
             noted.append(cost_of_marks(engine) / taken[ahead][-1])
-            shares.append(sum(row.seconds for row in engine.report().times.rows))
-            shares[-1] /= taken[ahead][-1]
+            times = engine.report().times
+            assert times is not None, "a training step was made"
+            shares.append(sum(row.seconds for row in times.rows) / taken[ahead][-1])
     if backend.rank == 0:
         each = [f"{ahead}: {1e3 * median(found):.1f} ms" for ahead, found in taken.items()]
         typer.echo(f"{units} units, a step by prefetch, {', '.join(each)}")
