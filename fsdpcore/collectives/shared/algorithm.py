@@ -37,9 +37,8 @@ from fsdpcore.core.policy import Costs
 
 NAME = "shared"
 
-# One thread reduces about 10 GB/s of what is not in its cache. Copies are faster than that: what is
-# staged stays in the caches, and all ranks copy at the same time.
-COSTS = Costs(alpha=1e-6, beta=0.06e-9, gamma=0.1e-9)
+# One thread copies about 10 GB/s of what is not in its cache.
+COSTS = Costs(alpha=1e-6, beta=0.1e-9, gamma=0.1e-9)
 
 
 def algorithms(operations: Mapping[str, Operation]) -> dict[str, dict[str, Algorithm]]:
