@@ -230,11 +230,11 @@ class _Quiet(threading.local):
     """
 
     def __init__(self) -> None:
-        context = contextvars.Context()
-        context.run(np.seterr, all="ignore")
-        self.run = context.run
+        self.run = _QUIET.copy().run
 
 
+_QUIET = contextvars.Context()  # to be copied: one thread at a time can be in a context
+_QUIET.run(np.seterr, all="ignore")
 _quiet = _Quiet()
 
 
@@ -338,6 +338,18 @@ class Reduction:
     def combine(self, left: Array, right: Array, out: Array) -> None:
         """Write ``left op right`` into ``out`` (which may be either), in the accumulator dtype."""
         _quiet.run(self.function, left, right, out=out)
+
+    def combining(self, left: Array, right: Array) -> Callable[[Array], None]:
+        """Return what does ``combine`` of two arrays again and again, at half of its cost.
+
+        It has a context of its own, so no two threads may call it at the same time.
+        """
+        run, function = _QUIET.copy().run, self.function
+
+        def combine(out: Array) -> None:
+            run(function, left, right, out=out)
+
+        return combine
 
     def store(self, accumulated: Array, out: Array, count: int) -> None:
         """Finish the reduction of ``count`` ranks: divide for a mean, round, write ``out``.

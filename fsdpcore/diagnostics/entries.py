@@ -12,8 +12,9 @@ import numpy as np
 from fsdpcore.core.work import Work
 from fsdpcore.diagnostics.status import Group, OpenOperation
 
-Mark = tuple[int, tuple[str, str, str]]
-"""A moment of a training step, and what the rank does from then on: unit, phase and part."""
+Marks = Sequence[Any]
+"""What a training step notes: a moment, and what the rank does from then on (unit, phase, part);
+the next moment, and so on. A pair for each would keep the garbage collector busy."""
 
 
 @dataclass
@@ -180,10 +181,10 @@ class MessageEntry(OperationEntry):
         return self.end == 0 and self.waiting
 
 
-def spans(marks: Sequence[Mark], now: int) -> Iterator[dict[str, Any]]:
+def spans(marks: Marks, now: int) -> Iterator[dict[str, Any]]:
     """What a step has gone through, for the file of a trace; up to ``now`` while it is open."""
     kept = list(marks)
-    ends = [*(start for start, _ in kept[1:]), now]
-    for (start, (unit, phase, part)), end in zip(kept, ends, strict=False):
+    starts, doings = kept[::2], kept[1::2]
+    for start, end, (unit, phase, part) in zip(starts, [*starts[1:], now], doings, strict=True):
         if phase or part != "computing":  # what is no pass is nobody's, and the end of a step
             yield {"start_ns": start, "end_ns": end, "unit": unit, "phase": phase, "part": part}

@@ -12,7 +12,6 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -20,7 +19,7 @@ from fsdpcore.core.capabilities import Capabilities
 from fsdpcore.core.clock import Clock
 from fsdpcore.core.errors import CommTimeoutError, CommunicationError, in_words
 from fsdpcore.diagnostics.entries import (
-    Mark,
+    Marks,
     MessageEntry,
     MessageRecord,
     OperationEntry,
@@ -101,7 +100,7 @@ class Recorder:
         )
         self._closed: deque[RecordedGroup] = deque(maxlen=_CLOSED)
         # Of the last steps of training: moments, and what the rank did from each of them on.
-        self._steps: deque[Sequence[Mark]] = deque(maxlen=_STEPS)
+        self._steps: deque[Marks] = deque(maxlen=_STEPS)
         self._directory: Path | None = None
         self._file_lock = threading.Lock()
         self._written = -_SECONDS_BETWEEN_TIMEOUTS
@@ -191,7 +190,7 @@ class Recorder:
         if _get_ident() == self._thread:
             self._waited += self._now() - start
 
-    def add_spans(self, marks: Sequence[Mark]) -> None:
+    def add_spans(self, marks: Marks) -> None:
         """Keep what a step notes of units and passes, while it goes on and for a few steps more."""
         self._steps.append(marks)
 

@@ -120,9 +120,9 @@ def test_an_evaluation_that_never_ends_keeps_sums_only():
         return engine.stats
 
     (stats,) = run_on(WithoutWindow, body, world_size=1)
-    marks = [moment for moment, _ in stats.times.marks]
-    assert len(marks) < 21_000
-    assert stats.seconds > 1e-9 * (marks[-1] - marks[0])
+    moments = stats.times.marks[::2]
+    assert len(moments) < 21_000
+    assert stats.seconds > 1e-9 * (moments[-1] - moments[0])
     assert sum(row.seconds for row in stats.times.rows) == pytest.approx(stats.seconds)
 
 

@@ -396,6 +396,50 @@ def test_no_operations_at_all(trace, tmp_path):
 # Input that is wrong.
 
 
+def _spans(*rows):
+    """Of unit, phase, part and seconds, one after the other."""
+    found, now = [], 0
+    for unit, phase, part, seconds in rows:
+        end = now + int(seconds * 1e9)
+        times = {"start_ns": now, "end_ns": end}
+        found.append({**times, "unit": unit, "phase": phase, "part": part})
+        now = end
+    return found
+
+
+def test_a_picture_of_the_last_whole_step(trace, tmp_path):
+    """What takes three times as long has three times the area; other steps are not in it."""
+    image = pytest.importorskip("PIL.Image")
+    pytest.importorskip("matplotlib")
+    other = [("a", "forward", "moving", 9), ("a", "update", "moving", 9), ("", "", "moving", 9)]
+    step = [
+        ("a", "forward", "computing", 2),
+        ("b", "forward", "waiting", 6),
+        ("b", "update", "optimizer", 1),
+    ]
+    content = dump(0, [operation(end=2.0)], size=1)
+    content["spans"] = _spans(*other, *step, ("", "", "moving", 9), ("a", "forward", "moving", 9))
+    result = trace(content, options=["--plot", tmp_path / "step.png"])
+    assert result.exit_code == 0, result.output
+    pixels = np.asarray(image.open(tmp_path / "step.png").convert("RGB")).reshape(-1, 3)
+    green, orange, blue = (
+        np.count_nonzero((np.abs(pixels - np.array(colour)) < 8).all(axis=1))
+        for colour in ((0x11, 0x86, 0x6F), (0xE0, 0x7B, 0x00), (0x24, 0x54, 0xC6))
+    )
+    key = blue  # there is nothing blue but in the key to the colours
+    assert (orange - key) / (green - key) == pytest.approx(3, rel=0.05)
+    assert key < green / 10
+
+
+def test_no_picture_without_a_step(trace, tmp_path):
+    pytest.importorskip("matplotlib")
+    content = dump(0, [operation(end=2.0)], size=1)
+    content["spans"] = _spans(("a", "forward", "computing", 2))
+    result = trace(content, options=["--plot", tmp_path / "step.png"])
+    assert result.exit_code == 2, result.output
+    assert "no rank has written a whole training step" in result.output
+
+
 def _wrong(result):
     assert result.exit_code == 2, result.output
     (line,) = result.output.splitlines()

@@ -28,9 +28,9 @@ def prepare(context: CollectiveContext, reduction: Reduction, parts: Sequence[Ar
     size, dtype = parts[0].size, reduction.dtype
     if reduction.accumulator is not dtype or (len(parts) > 2 and size > BLOCK):
         return partial(reduction.reduce, parts)
-    combine, store = reduction.combine, reduction.store
+    store = reduction.store
     if len(parts) == 2 and reduction.op is not ReduceOp.MEAN:
-        return partial(combine, *parts)
+        return reduction.combining(*parts)
     rows, values = len(parts) // 2, list(parts)
     scratch = context.scratch(rows * size, dtype).reshape(rows, size)
     steps: list[Callable[[], Any]] = []
@@ -38,16 +38,16 @@ def prepare(context: CollectiveContext, reduction: Reduction, parts: Sequence[Ar
     while 2 * stride < len(parts):  # all of the tree but its root
         for low in range(0, len(parts) - stride, 2 * stride):
             target = values[low] if stride > 1 else scratch[low // 2]
-            steps.append(partial(combine, values[low], values[low + stride], target))
+            steps.append(partial(reduction.combining(values[low], values[low + stride]), target))
             values[low] = target
         stride *= 2
-    left, right = values[0], values[stride]
+    last = reduction.combining(values[0], values[stride])
     divides, count = reduction.op is ReduceOp.MEAN, len(parts)
 
     def reduce(out: Array) -> None:
         for step in steps:
             step()
-        combine(left, right, out)
+        last(out)
         if divides:
             store(out, out, count)
 

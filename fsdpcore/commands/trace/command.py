@@ -7,8 +7,10 @@ from typing import Annotated
 
 import typer
 
+from fsdpcore.bench.harness import options
 from fsdpcore.bench.harness.usage import one_line
 from fsdpcore.commands.trace.findings import findings
+from fsdpcore.commands.trace.step_picture import save_step
 from fsdpcore.commands.trace.timeline import timeline
 from fsdpcore.core.errors import ArgumentError
 from fsdpcore.diagnostics.trace_file import read_directory, write_json
@@ -20,6 +22,9 @@ def trace(
         Path | None,
         typer.Option("-o", "--output", help="The timeline; by default DIRECTORY/trace.json."),
     ] = None,
+    plot: Annotated[
+        Path | None, typer.Option(help="PNG of the last training step, by rank and unit.")
+    ] = None,
 ) -> None:
     """Merge the ranks' flight recorders into one timeline, and say which rank stopped where.
 
@@ -27,12 +32,15 @@ def trace(
     something went wrong in the job.
     """
     with one_line():
+        options.check_writable(plot)
         dumps = read_directory(directory)
         path = output or directory / "trace.json"
         try:
             write_json(path, timeline(dumps))
         except OSError as error:
             raise ArgumentError(f"{path}: cannot be written: {error.strerror}") from error
+        if plot is not None:
+            save_step(plot, dumps)
     count = sum(len(dump.operations) for dump in dumps)
     typer.echo(
         f"{len(dumps)} of {dumps[0].world_size} ranks, {count} operations; the timeline is {path}"

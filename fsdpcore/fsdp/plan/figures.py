@@ -74,8 +74,7 @@ class StepFigures:
 
     def look(self) -> None:
         """Answer ``fsdpcore top``, if it asks; looks twice a second at most."""
-        marks = self._executor.times.marks
-        now, doing = marks[-1] if marks else (0, None)
+        now, doing = self._executor.times.marks[-2:] or (0, None)
         if now < self._next:
             return
         self._next = now + _LOOK_NS

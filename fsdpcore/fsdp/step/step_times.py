@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from fsdpcore.core import text
 
@@ -65,26 +65,27 @@ class StepTimes:
         nanoseconds: the clock.
 
     Attributes:
-        marks: moments, and what the rank does from each of them on; the last one ends the step.
+        marks: a moment, what the rank does from then on, the next moment, and so on; the last one
+            ends the step. A pair for each would keep the garbage collector busy.
         mark: takes note of what the rank does from now on.
     """
 
     def __init__(self, nanoseconds: Callable[[], int]) -> None:
-        self.marks: list[tuple[int, Doing]] = []
+        self.marks: list[Any] = []
         self.mark = _marker(self.marks, nanoseconds)
         self._before: dict[Doing, int] = {}  # of marks that are not kept
         self._dropped = 0  # nanoseconds of these
 
     def shorten(self) -> None:
         """Keep sums only, if there are very many marks."""
-        if len(self.marks) > _MOST_MARKS:
+        if len(self.marks) > 2 * _MOST_MARKS:
             self._before = self._sums()
-            self._dropped += self.marks[-1][0] - self.marks[0][0]
-            del self.marks[:-1]
+            self._dropped += self.marks[-2] - self.marks[0]
+            del self.marks[:-2]
 
     def _sums(self) -> dict[Doing, int]:
         sums = dict(self._before)
-        for (start, doing), (end, _) in pairwise(list(self.marks)):
+        for start, end, doing in self:
             sums[doing] = sums.get(doing, 0) + end - start
         return sums
 
@@ -98,7 +99,7 @@ class StepTimes:
     @property
     def seconds(self) -> float:
         """From the first mark to the last."""
-        kept = self.marks[-1][0] - self.marks[0][0] if self.marks else 0
+        kept = self.marks[-2] - self.marks[0] if self.marks else 0
         return (self._dropped + kept) * 1e-9
 
     @property
@@ -112,7 +113,8 @@ class StepTimes:
 
     def __iter__(self) -> Iterator[tuple[int, int, Doing]]:
         """What was done one after the other: begin and end by the clock, and what."""
-        for (start, doing), (end, _) in pairwise(list(self.marks)):
+        kept = list(self.marks)
+        for (start, end), doing in zip(pairwise(kept[::2]), kept[1::2], strict=False):
             yield start, end, doing
 
     def __str__(self) -> str:
@@ -125,11 +127,11 @@ class StepTimes:
         return text.columns(("unit", "pass", *PARTS, "together"), shown)
 
 
-def _marker(marks: list[tuple[int, Doing]], now: Callable[[], int]) -> Callable[[Doing], None]:
-    append = marks.append  # looked up once: this is called a dozen times for each unit
+def _marker(marks: list[Any], now: Callable[[], int]) -> Callable[[Doing], None]:
+    extend = marks.extend  # looked up once: this is called a dozen times for each unit
 
     def mark(doing: Doing) -> None:
-        append((now(), doing))
+        extend((now(), doing))
 
     return mark
 
