@@ -169,7 +169,7 @@ def _collectives(
         versions |= versions_of(entrants)
         model = None
         if processor is not None:
-            model = _fitted(request, scenario, lab, entrants[:1], processor, echo)
+            model = _fitted(request, scenario, scenario.large, lab, entrants[:1], processor, echo)
         for case in scenario.cases:
             yield _case(request, scenario, case, lab, entrants, model, echo)
 
@@ -206,15 +206,16 @@ def _processor(request: HostsRun, scenario: Scenario) -> Callable[[Model], Model
 def _fitted(
     request: HostsRun,
     scenario: Scenario,
+    large: Sequence[Case],
     lab: Lab,
     entrants: Sequence[Entrant],
     processor: Callable[[Model], Model],
     echo: options.Echo,
 ) -> Model:
-    """The model of the hosts."""
+    """The model of the hosts, whose links are as fast as large cases say."""
     ((name, team),) = entrants
     seconds, links = {}, []
-    for case in scenario.large:
+    for case in large:
         _, samples, link = _measured(request, scenario, case, lab, entrants)
         seconds[case] = median(samples[name])
         links.append(link)
@@ -381,7 +382,8 @@ def _of_hosts(request: HostsRun, scenario: TrainingScenario, echo: options.Echo)
     hosts = replace(apart, hosts=scenario.hosts, per_host=scenario.per_host)
     with _started(request, hosts, _PROGRAM, ()) as (lab, entrants):
         _set_rates(lab, hosts)
-        return _fitted(request, hosts, lab, entrants, processor, echo)
+        all_send = hosts.large[:1]  # as in training
+        return _fitted(request, hosts, all_send, lab, entrants, processor, echo)
 
 
 def _way(

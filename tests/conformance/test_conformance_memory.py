@@ -111,7 +111,7 @@ def _check_kept(found: list[dict[str, list[int]]]) -> None:
         for name in ("threads", "descriptors"):
             before, after = values[name]
             assert before == after, f"{name} of rank {rank}: {values}"
-        for name in ("Rss", "Pss"):
+        for name in soak.MEMORY:
             before, after = values[name]
             assert after - before <= soak.SLACK_KIB, f"{name} of rank {rank}, in KiB: {values}"
 
