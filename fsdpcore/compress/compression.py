@@ -42,9 +42,10 @@ class Compression:
         block: values that share a scale; a power of two from 8 to 4096.
         exact: patterns of the names (``unit.param``) that travel as they are, such as
             ``("*.bias", "head.*")``, in place of those of less than two axes; ``()`` for none.
-        keep: with ``full_shard``, what a rank has gathered stays with it, packed, until the next
-            update: so parameters travel once in a step, not twice or once for each pass. It takes
-            memory for all parameters in so few bits on each rank. The bits are the same.
+        keep: where ranks have shards only (``full_shard``, ``hybrid_shard``), what they gathered
+            stays with them, packed, until the next update: so parameters travel once in a step, not
+            once for each pass. It takes memory for all parameters in so few bits on each rank, and
+            changes no bit. With ``reshard_after_forward=n``, which keeps a part, it does nothing.
         hosts_only: groups of ranks that are all on one host move float32; what others have to
             wait for a network for is not.
 

@@ -340,9 +340,9 @@ class Reduction:
         _quiet.run(self.function, left, right, out=out)
 
     def combining(self, left: Array, right: Array) -> Callable[[Array], None]:
-        """Return what does ``combine`` of two arrays again and again, at half of its cost.
+        """Return what does ``combine`` of two arrays again and again, and looks up less for it.
 
-        It has a context of its own, so no two threads may call it at the same time.
+        It has a context of its own: no two threads may call it at the same time, nor it itself.
         """
         run, function = _QUIET.copy().run, self.function
 

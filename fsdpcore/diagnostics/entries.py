@@ -181,10 +181,11 @@ class MessageEntry(OperationEntry):
         return self.end == 0 and self.waiting
 
 
-def spans(marks: Marks, now: int) -> Iterator[dict[str, Any]]:
+def spans(number: int, marks: Marks, now: int) -> Iterator[dict[str, Any]]:
     """What a step has gone through, for the file of a trace; up to ``now`` while it is open."""
     kept = list(marks)
     starts, doings = kept[::2], kept[1::2]
     for start, end, (unit, phase, part) in zip(starts, [*starts[1:], now], doings, strict=True):
         if phase or part != "computing":  # what is no pass is nobody's, and the end of a step
-            yield {"start_ns": start, "end_ns": end, "unit": unit, "phase": phase, "part": part}
+            what = {"unit": unit, "phase": phase, "part": part}
+            yield {"step": number, "start_ns": start, "end_ns": end, **what}

@@ -99,8 +99,9 @@ class Recorder:
             weakref.WeakValueDictionary()
         )
         self._closed: deque[RecordedGroup] = deque(maxlen=_CLOSED)
-        # Of the last steps of training: moments, and what the rank did from each of them on.
-        self._steps: deque[Marks] = deque(maxlen=_STEPS)
+        # Of the last steps, of training or not, in the order of all: what the rank did when.
+        self._steps: deque[tuple[int, Marks]] = deque(maxlen=_STEPS)
+        self._numbers = itertools.count()
         self._directory: Path | None = None
         self._file_lock = threading.Lock()
         self._written = -_SECONDS_BETWEEN_TIMEOUTS
@@ -192,7 +193,7 @@ class Recorder:
 
     def add_spans(self, marks: Marks) -> None:
         """Keep what a step notes of units and passes, while it goes on and for a few steps more."""
-        self._steps.append(marks)
+        self._steps.append((next(self._numbers), marks))
 
     # Reading.
 
@@ -345,7 +346,7 @@ class Recorder:
                 for group in sorted(groups)
             ],
             "operations": [_operation(entry) for entry in entries],
-            "spans": [span for marks in list(self._steps) for span in spans(marks, self._now())],
+            "spans": [each for step in list(self._steps) for each in spans(*step, self._now())],
         }
 
 

@@ -94,10 +94,12 @@ class TracedSpan(NamedTuple):
     """What a training step has done from one moment to another.
 
     Attributes:
+        step: its number, among all that the rank has begun, evaluations too.
         start_ns, end_ns: wall-clock time.
         unit, phase, part: see ``Doing`` of the engine.
     """
 
+    step: int
     start_ns: int
     end_ns: int
     unit: str
@@ -225,8 +227,9 @@ def _dump(content: Mapping[str, Any]) -> TraceDump:
 
 
 def _span(item: Mapping[str, Any], offset: int) -> TracedSpan:
+    number = _integer(item.get("step", 0))  # files of before had none
     start, end = _integer(item["start_ns"]) + offset, _integer(item["end_ns"]) + offset
-    return TracedSpan(start, end, str(item["unit"]), str(item["phase"]), str(item["part"]))
+    return TracedSpan(number, start, end, *(str(item[key]) for key in ("unit", "phase", "part")))
 
 
 def _operation(

@@ -124,6 +124,25 @@ def _looked_at(
     return seen, sent
 
 
+def _after_a_failure(backend: fc.Backend) -> None:
+    engine = engine_of(backend, fc.Strategy("full_shard"), KEPT, window=False)
+    expected = bits_of(engine_of(backend, fc.Strategy("full_shard"), INT4, window=False))
+
+    def fail(*arguments: Any, **options: Any) -> None:
+        raise MemoryError("none left")
+
+    exchange: Any = engine._model.wire and engine._model.wire.gathering
+    exchange.gather = fail
+    with pytest.raises(MemoryError, match="none left"):
+        values_of(engine)
+    del exchange.gather
+    assert bits_of(engine) == expected
+
+
+def test_what_did_not_come_is_gathered_again() -> None:
+    launch(_after_a_failure, world_size=2)
+
+
 @by_strategy
 def test_what_ranks_keep_packed_is_what_they_would_gather_again(strategy: fc.Strategy) -> None:
     again, kept = (launch(_looked_at, args=(strategy, each)) for each in (INT4, KEPT))

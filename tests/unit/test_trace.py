@@ -396,14 +396,15 @@ def test_no_operations_at_all(trace, tmp_path):
 # Input that is wrong.
 
 
-def _spans(*rows):
-    """Of unit, phase, part and seconds, one after the other."""
+def _spans(*steps):
+    """Of the unit, phase, part and seconds of rows of steps, one after the other."""
     found, now = [], 0
-    for unit, phase, part, seconds in rows:
-        end = now + int(seconds * 1e9)
-        times = {"start_ns": now, "end_ns": end}
-        found.append({**times, "unit": unit, "phase": phase, "part": part})
-        now = end
+    for number, rows in enumerate(steps):
+        for unit, phase, part, seconds in rows:
+            end = now + int(seconds * 1e9)
+            times = {"step": number, "start_ns": now, "end_ns": end}
+            found.append({**times, "unit": unit, "phase": phase, "part": part})
+            now = end
     return found
 
 
@@ -418,14 +419,11 @@ def test_a_picture_of_the_last_whole_step(trace, tmp_path):
         ("b", "update", "optimizer", 1),
     ]
     content = dump(0, [operation(end=2.0)], size=1)
-    content["spans"] = _spans(*other, *step, ("", "", "moving", 9), ("a", "forward", "moving", 9))
+    evaluation, begun = [("a", "forward", "moving", 9)], [("a", "forward", "moving", 9)]
+    content["spans"] = _spans(other, evaluation, [*step, ("", "", "moving", 9)], begun)
     result = trace(content, options=["--plot", tmp_path / "step.png"])
     assert result.exit_code == 0, result.output
-    pixels = np.asarray(image.open(tmp_path / "step.png").convert("RGB")).reshape(-1, 3)
-    green, orange, blue = (
-        np.count_nonzero((np.abs(pixels - np.array(colour)) < 8).all(axis=1))
-        for colour in ((0x11, 0x86, 0x6F), (0xE0, 0x7B, 0x00), (0x24, 0x54, 0xC6))
-    )
+    green, orange, blue = _coloured(image.open(tmp_path / "step.png"))
     key = blue  # there is nothing blue but in the key to the colours
     assert (orange - key) / (green - key) == pytest.approx(3, rel=0.05)
     assert key < green / 10
@@ -434,10 +432,36 @@ def test_a_picture_of_the_last_whole_step(trace, tmp_path):
 def test_no_picture_without_a_step(trace, tmp_path):
     pytest.importorskip("matplotlib")
     content = dump(0, [operation(end=2.0)], size=1)
-    content["spans"] = _spans(("a", "forward", "computing", 2))
+    content["spans"] = _spans([("a", "forward", "computing", 2)])
     result = trace(content, options=["--plot", tmp_path / "step.png"])
     assert result.exit_code == 2, result.output
-    assert "no rank has written a whole training step" in result.output
+    assert "every operation has ended well" in result.output
+    assert "no training step of an engine that all ranks have written as a whole" in result.output
+
+
+def test_a_picture_is_of_a_step_that_all_ranks_have(trace, tmp_path):
+    image = pytest.importorskip("PIL.Image")
+    pytest.importorskip("matplotlib")
+    first, second, third = (
+        [("a", "backward", part, 2), ("a", "update", part, 1)]
+        for part in ("waiting", "computing", "waiting")
+    )
+    contents = [dump(rank, [operation(end=2.0)], size=2) for rank in (0, 1)]
+    contents[0]["spans"] = _spans(first, second, third)
+    contents[1]["spans"] = _spans(first, second)
+    result = trace(*contents, options=["--plot", tmp_path / "step.png"])
+    assert result.exit_code == 0, result.output
+    green, orange, blue = _coloured(image.open(tmp_path / "step.png"))
+    assert orange == blue < green / 10
+
+
+def _coloured(image):
+    """How many pixels are green, orange and blue."""
+    pixels = np.asarray(image.convert("RGB")).reshape(-1, 3)
+    return [
+        np.count_nonzero((np.abs(pixels - np.array(colour)) < 8).all(axis=1))
+        for colour in ((0x11, 0x86, 0x6F), (0xE0, 0x7B, 0x00), (0x24, 0x54, 0xC6))
+    ]
 
 
 def _wrong(result):

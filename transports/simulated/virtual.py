@@ -87,6 +87,7 @@ class VirtualBackend(SimBackend):
             now = self.clock.now()
             self._called = self._wire.processed(self.rank, now, network.message + moving)
             self.clock.sleep(self._called - now)
+            self._called = self.clock.now()  # which rounding may have put behind it
         else:  # never nothing, or who looks for messages in a loop would for ever
             self.clock.sleep(
                 _POST_SECONDS if drawn is None else drawn.uniform(0, 2 * _POST_SECONDS)

@@ -39,8 +39,6 @@ def trace(
             write_json(path, timeline(dumps))
         except OSError as error:
             raise ArgumentError(f"{path}: cannot be written: {error.strerror}") from error
-        if plot is not None:
-            save_step(plot, dumps)
     count = sum(len(dump.operations) for dump in dumps)
     typer.echo(
         f"{len(dumps)} of {dumps[0].world_size} ranks, {count} operations; the timeline is {path}"
@@ -50,4 +48,7 @@ def trace(
         typer.echo(str(finding) if finding.wrong else f"note: {finding}")
     if not found:
         typer.echo("every operation has ended well")
+    if plot is not None:
+        with one_line():
+            save_step(plot, dumps)
     raise typer.Exit(1 if any(finding.wrong for finding in found) else 0)

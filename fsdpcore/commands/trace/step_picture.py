@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from os import PathLike
 from typing import Any
 
@@ -13,34 +13,40 @@ from fsdpcore.diagnostics.trace_file import TracedSpan, TraceDump
 
 _COLOURS = {"computing": GREEN, "waiting": ORANGE, "moving": BLUE, "optimizer": GREY}
 _ALL_UNITS = "all units"
-_MOST_NAMES = 40  # beside the rows of a panel
+_MOST_NAMES, _MOST_RANKS = 40, 8  # beside the rows of a panel; panels
 
 
 def save_step(path: str | PathLike[str], dumps: Sequence[TraceDump]) -> None:
-    """Draw the last whole training step that all of some ranks' files have.
+    """Draw the last training step that all ranks have finished, of those that finished any.
 
-    There is a panel for each rank with a row for each unit. Time begins where the first rank does.
+    There is a panel for each rank, eight at most, with a row for each unit. Time begins where the
+    first rank does.
 
     Args:
         path: of a PNG.
-        dumps: of the ranks; those without a whole step are left out.
+        dumps: of the ranks.
 
     Raises:
-        ArgumentError: no file has a whole step.
+        ArgumentError: there is no such step in what they have written.
         MissingDependencyError: matplotlib is not installed.
     """
-    steps = {dump.rank: step for dump in dumps if (step := last_step(dump.spans))}
-    if not steps:
+    whole = {dump.rank: found for dump in dumps if (found := whole_steps(dump.spans))}
+    common = set[int].intersection(*map(set, whole.values())) if whole else set()
+    if not common:
         raise ArgumentError(
-            "no rank has written a whole training step of an engine; without one there is "
-            "nothing to draw"
+            "there is no training step of an engine that all ranks have written as a whole, so "
+            "there is nothing to draw"
         )
+    number = max(common)
+    steps = {rank: whole[rank][number] for rank in sorted(whole)[:_MOST_RANKS]}
     begin = min(step[0].start_ns for step in steps.values())
     end = max(step[-1].end_ns for step in steps.values())
     units = _units(steps.values())
     title = f"One step, {text.duration((end - begin) * 1e-9)}"
-    height = 0.9 + len(steps) * (0.7 + 0.16 * max(4, len(units)))
-    with picture(path, title, 11.0, height) as figure:
+    if len(whole) > len(steps):
+        title += f"; {len(steps)} of {len(whole)} ranks"
+    rows = min(max(4, len(units)), _MOST_NAMES)
+    with picture(path, title, 11.0, 0.9 + len(steps) * (0.7 + 0.16 * rows)) as figure:
         panels = figure.subplots(len(steps), 1, sharex=True, squeeze=False)[:, 0]
         for axes, (rank, step) in zip(panels, steps.items(), strict=True):
             _draw(axes, step, units, begin)
@@ -52,19 +58,16 @@ def save_step(path: str | PathLike[str], dumps: Sequence[TraceDump]) -> None:
         )  # fmt: skip
 
 
-def last_step(spans: Sequence[TracedSpan]) -> list[TracedSpan]:
-    """Return the spans of the last step that came to its update; none if none did."""
-    steps: list[list[TracedSpan]] = [[]]
+def whole_steps(spans: Sequence[TracedSpan]) -> dict[int, list[TracedSpan]]:
+    """Return the spans of all steps that came to their update, by their numbers."""
+    steps: dict[int, list[TracedSpan]] = {}
     for span in spans:
-        if not span.phase:  # before the first pass, and after the update
-            continue
-        if steps[-1] and steps[-1][-1].phase == "update" != span.phase:
-            steps.append([])
-        steps[-1].append(span)
-    return next((step for step in reversed(steps) if step and step[-1].phase == "update"), [])
+        if span.phase:  # not before the first pass, nor after the update
+            steps.setdefault(span.step, []).append(span)
+    return {number: step for number, step in steps.items() if step[-1].phase == "update"}
 
 
-def _units(steps: Any) -> list[str]:
+def _units(steps: Iterable[Sequence[TracedSpan]]) -> list[str]:
     """All units in the order of their first pass, then what concerns all of them."""
     names = dict.fromkeys(span.unit for step in steps for span in step)
     return [*(name for name in names if name), *([""] if "" in names else [])]

@@ -65,8 +65,7 @@ class StepTimes:
         nanoseconds: the clock.
 
     Attributes:
-        marks: a moment, what the rank does from then on, the next moment, and so on; the last one
-            ends the step. A pair for each would keep the garbage collector busy.
+        marks: as ``Marks`` of the flight recorder, which gets them; the last one ends the step.
         mark: takes note of what the rank does from now on.
     """
 

@@ -90,7 +90,7 @@ class UnitGathering:
 
     Attributes:
         sends: bytes that this rank sends.
-        fresh: what was gathered is kept, packed, and is what all ranks have in their shards.
+        fresh: the next gathering unpacks what the last one got; nobody has written shards since.
     """
 
     def __init__(self, places: Places, wire: Wire, exchange: Exchange) -> None:
@@ -119,9 +119,16 @@ class UnitGathering:
             if fresh and kept is not None:
                 self._exchange.unpack(kept, self._packing, flat)
             else:
-                self._exchange.gather(own, self._packing, flat, label, received=kept)
+                self._gather(own, flat, label, kept)
 
         return self._wire.run(gather, label, async_op=async_op)
+
+    def _gather(self, own: Array, flat: Array, label: str, kept: NDArray[np.uint8] | None) -> None:
+        try:
+            self._exchange.gather(own, self._packing, flat, label, received=kept)
+        except BaseException:  # not all of it has come
+            self.fresh = False
+            raise
 
     def follow(
         self, own: Array, flat: Array, label: str, *, async_op: bool, first: bool
