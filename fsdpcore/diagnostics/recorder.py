@@ -7,6 +7,7 @@ an array alive. Whoever reads does the work.
 
 from __future__ import annotations
 
+import itertools
 import sys
 import threading
 import time
