@@ -227,9 +227,10 @@ def _dump(content: Mapping[str, Any]) -> TraceDump:
 
 
 def _span(item: Mapping[str, Any], offset: int) -> TracedSpan:
-    number = _integer(item.get("step", 0))  # files of before had none
     start, end = _integer(item["start_ns"]) + offset, _integer(item["end_ns"]) + offset
-    return TracedSpan(number, start, end, *(str(item[key]) for key in ("unit", "phase", "part")))
+    return TracedSpan(
+        _integer(item["step"]), start, end, *(str(item[key]) for key in ("unit", "phase", "part"))
+    )
 
 
 def _operation(

@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 
 import fsdpcore as fc
 from fsdpcore.commands.main import app
+from fsdpcore.diagnostics import entries
 
 FORWARD, BACKWARD, BETWEEN, LATE, UPDATE = 0.02, 0.03, 0.025, 0.05, 0.015
 
@@ -185,3 +186,11 @@ def test_small_units_take_few_calls():
         return calls / len(units)
 
     assert run_on(WithWindow, body, world_size=1)[0] < 460
+
+
+def test_an_open_step_goes_on_until_now():
+    marks = [10, ("", "", "computing"), 20, ("a", "forward", "moving"), 30, ("a", "forward", "x")]
+    found = [
+        (each["step"], each["start_ns"], each["end_ns"]) for each in entries.spans(7, marks, 50)
+    ]
+    assert found == [(7, 20, 30), (7, 30, 50)]

@@ -27,7 +27,7 @@ def soak(backend: fc.Backend, operations: int) -> dict[str, list[int]]:
     """Do so many operations in rounds that are all alike; compare after the first tenth and last.
 
     Returns:
-        Descriptors, threads and memory (RSS and PSS in KiB) at both moments, of this rank.
+        Descriptors, threads and memory (``MEMORY``, in KiB) at both moments, of this rank.
     """
     rounds = operations // ROUND
     warm = max(1, rounds // 10)
