@@ -84,7 +84,7 @@ class Recorder:
 
     Attributes:
         program: what to call the function that the rank runs.
-        returned: that function has returned.
+        returned: that function has returned, and nothing had failed by then.
         closed: the rank begins no operation any more.
     """
 
@@ -125,7 +125,8 @@ class Recorder:
 
     def end_program(self) -> None:
         """Note that it has returned."""
-        self.returned = True
+        rank = self._rank()
+        self.returned = rank is not None and rank.failure is None
 
     def _stack(self) -> str:
         """Where the rank's program is, for other threads that ask."""

@@ -116,7 +116,7 @@ class TraceDump:
         started, written: wall-clock seconds at which the rank had joined, and wrote the file.
         complete: nothing had been dropped from the ring.
         failure: what the backend is broken by, or empty.
-        returned: the function that the rank ran and that had returned, or empty.
+        returned: the function that the rank ran, if it returned before anything failed; or empty.
         closed: the rank was to begin no operation any more.
         spans: what its last training steps have gone through.
         entered: the last collective begun, by channel.

@@ -130,7 +130,8 @@ def _never_began(
     stuck: Sequence[TracedOperation],
 ) -> str:
     ranks = [rank for rank, _ in waiters]
-    if dump.closed and not dump.failure:
+    # Who has returned may hear, while it takes its leave, that the others have failed of that.
+    if dump.returned or (dump.closed and not dump.failure):
         how = f"returned from {dump.returned}" if dump.returned else "left the job"
         called = dump.entered.get(op.group.channel, 0)
         calls = f"{called} collective{'' if called == 1 else 's'} of {op.group}"
