@@ -81,7 +81,8 @@ class FSDP(StateVerbs):
             are given as ``fc.optim.Torch(torch.optim.AdamW, lr=1e-3)``.
         precision: dtypes of computation and reduction; by default those of the parameters.
         prefetch: a ``Prefetch``, or how many units to gather ahead; 0 for nothing in the
-            background. In a window there is nothing to fetch.
+            background. By default 1 between hosts and on GPUs, and 0 on the processors of one host.
+            In a window there is nothing to fetch.
         window: False keeps the parameters out of shared memory.
         offload: what is kept in files, or beside a GPU in the host's memory, while it is not in
             use; see ``Offload``. It needs ``window=False``.
@@ -123,7 +124,7 @@ class FSDP(StateVerbs):
         strategy: Strategy | str = "full_shard",
         optimizer: Given | None = None,
         precision: Precision | None = None,
-        prefetch: Prefetch | int = 1,
+        prefetch: Prefetch | int | None = None,
         window: bool = True,
         offload: Offload | None = None,
         tensor: Backend | None = None,

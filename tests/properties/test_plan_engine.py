@@ -92,7 +92,7 @@ def compare(backend, strategy, options, made=made):
     wanted = {
         "strategy": strategy,
         "precision": options.get("precision"),
-        "prefetch": ahead.units,
+        "prefetch": ahead.units or 0,
         "prefetch_bytes": ahead.max_bytes,
         "overlap": bool(ahead.reductions),
         "microbatches": passes[0],

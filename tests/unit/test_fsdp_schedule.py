@@ -60,16 +60,21 @@ def watched(engine, order):
 
 
 @pytest.mark.parametrize("strategy", ["full_shard", "near", "hybrid_shard"])
-@pytest.mark.parametrize("depth", [0, 1, 2, 7])
-def test_so_many_units_are_gathered_ahead(depth, strategy):
+@pytest.mark.parametrize(
+    ("prefetch", "hosts", "depth"),
+    [(0, 1, 0), (1, 1, 1), (2, 1, 2), (7, 1, 7), (None, 1, 0), (None, 2, 1)],
+)
+def test_so_many_units_are_gathered_ahead(prefetch, hosts, depth, strategy):
     def body(backend):
-        engine = engine_of(backend, depth, strategy=STRATEGIES[strategy])
-        return [watched(engine, range(5)) for _ in range(2)]
+        engine = engine_of(backend, prefetch, strategy=STRATEGIES[strategy])
+        steps = [watched(engine, range(5)) for _ in range(2)]
+        assert engine.gathered_peak == engine.plan().peak_live_bytes
+        return steps
 
     last = len(SIZES) - 1
     ahead = [set(range(n + 1, min(n + depth, last) + 1)) for n in range(5)]
     back = [set(range(max(n - depth, 0), n)) for n in reversed(range(5))]
-    for steps in launch(body):
+    for steps in launch(body, hosts=hosts):
         assert steps == [{"forward": ahead, "backward": back}] * 2
 
 
@@ -107,6 +112,8 @@ def test_memory_is_that_of_the_units_ahead(depth, live):
         (0, 2, "reduced"),
         (2, 2, "being reduced"),
         (2, 1, "reduced"),
+        (None, 2, "being reduced"),
+        (None, 1, "reduced"),
         (fc.Prefetch(2, reductions=0), 2, "reduced"),
         (fc.Prefetch(0, reductions=1), 1, "being reduced"),
     ],

@@ -43,7 +43,7 @@ def plan_of(
     """
     backend, everyone, options = model.groups.whole, model.groups.everyone, model.options
     updates = [unit.updater for unit in model.units if unit.updater is not None]
-    ahead = options.prefetch
+    ahead = options.prefetch.among(backend.hosts, on_host=model.device.on_host)
     pinned = None if model.device.on_host else options.offload
     plan = make_plan(
         units,
@@ -51,9 +51,9 @@ def plan_of(
         strategy=options.strategy,
         precision=options.precision,
         optimizer_states=max((len(update.state) for update in updates), default=0),
-        prefetch=ahead.units,
+        prefetch=ahead.units or 0,
         prefetch_bytes=ahead.max_bytes,
-        overlap=ahead.overlaps(backend.hosts, on_host=model.device.on_host),
+        overlap=ahead.reductions == 1,
         microbatches=microbatches,
         sync=sync,
         windowed=windowed,

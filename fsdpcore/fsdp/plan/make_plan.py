@@ -120,7 +120,7 @@ def make_plan(
     step = PlannedStep(
         units=layouts,
         leaves=leaves,
-        ahead=Prefetch(prefetch, prefetch_bytes, reductions=int(bool(overlap))),
+        ahead=Prefetch(prefetch, prefetch_bytes, reductions=int(bool(overlap) and world_size > 1)),
         microbatches=as_int(microbatches, "microbatches", minimum=1),
         deferred=sync == "last",
         storage=storage_kind(place, windowed=windowed, pinned=brought),

@@ -59,8 +59,7 @@ def walk(step: PlannedStep) -> StepLog:
     log = StepLog()
     units = _units(step, log)
     leaves, placement = step.leaves, step.leaves.placement
-    overlaps = bool(step.ahead.reductions) and placement.world_size > 1
-    passes = UnitPasses(units, placement, step.ahead, overlaps=overlaps)
+    passes = UnitPasses(units, placement, step.ahead)
     passes.begin_passes(Counter())
     rounds = leaves.rounds if leaves.virtual else 1
     # With virtual ranks, what is tied to is reduced at the update.

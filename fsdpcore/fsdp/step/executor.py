@@ -32,15 +32,9 @@ class StepExecutor(UnitPasses):
     """
 
     def __init__(self, model: ShardedModel, pool: BufferPool, memory: ModelMemory) -> None:
-        backend, ahead = model.groups.whole, model.options.prefetch
-        overlaps = ahead.overlaps(backend.hosts, on_host=model.device.on_host)
-        super().__init__(
-            model.units,
-            model.groups.placement,
-            ahead,
-            overlaps=overlaps,
-            clock=backend.root.clock,
-        )
+        backend = model.groups.whole
+        ahead = model.options.prefetch.among(backend.hosts, on_host=model.device.on_host)
+        super().__init__(model.units, model.groups.placement, ahead, clock=backend.root.clock)
         self.model = model
         self.keeps_params = memory.all_windowed or _keeps_params(model)
         self.nonfinite = NonFiniteSearch(model, pool)

@@ -115,8 +115,7 @@ class UnitPasses:
     Args:
         units: in the order of the forward pass.
         placement: of the units.
-        ahead: what goes on in the background.
-        overlaps: gradients are reduced there.
+        ahead: what goes on in the background, with nothing left open.
         clock: by which the step is timed.
 
     Attributes:
@@ -131,7 +130,6 @@ class UnitPasses:
         placement: Placement,
         ahead: Prefetch,
         *,
-        overlaps: bool,
         clock: Clock = WALL,
     ) -> None:
         self._clock = clock
@@ -141,8 +139,8 @@ class UnitPasses:
         self._units = units
         self._number = {unit.name: number for number, unit in enumerate(units)}
         self._placement = placement
-        self._prefetch = ahead
-        self._overlaps = overlaps
+        self._prefetch, self._overlaps = ahead, ahead.reductions == 1
+        self._depth = ahead.units or 0
         self._doing: dict[Phase, list[_Doings]] = {
             phase: [_Doings.of(unit.name, phase) for unit in units] for phase in PHASES
         }
@@ -196,8 +194,8 @@ class UnitPasses:
         times.shorten()
         times.mark(doing.moving)
         depth = unit.store.depth
-        upcoming = self._order.enter(phase, number, self._prefetch.units + depth)
-        following = [self._units[number] for number in upcoming[: self._prefetch.units]]
+        upcoming = self._order.enter(phase, number, self._depth + depth)
+        following = [self._units[number] for number in upcoming[: self._depth]]
         members = _members(unit)
         for ahead in self._ahead or ():
             if ahead not in members and ahead not in following:

@@ -25,13 +25,15 @@ class Prefetch:
     """What goes on in the background while a unit is in use; the same on all ranks.
 
     Args:
-        units: so many of those that come next are gathered ahead of their use; 0 for none.
+        units: so many of those that come next are gathered ahead of their use; 0 for none. By
+            default 1 where ranks are on several hosts, or on GPUs, and 0 where all are on the
+            processors of one host: they do the copying themselves, and it takes no less time in
+            the background.
         max_bytes: no more than so many bytes are gathered ahead, but for a unit that is larger
             alone; None for no limit.
         reductions: 1 lets the gradients of a unit be reduced while the backward pass goes on with
-            the next; with 0 it waits for them. By default 1 where ranks are on several hosts, or on
-            GPUs: ranks of one host do the copying themselves, and it takes no less time in the
-            background.
+            the next; with 0 it waits for them. By default 1 where several ranks are on several
+            hosts, or on GPUs.
 
     Raises:
         ArgumentError: a number that makes no sense.
@@ -41,46 +43,48 @@ class Prefetch:
         fc.FSDP(units, backend, prefetch=fc.Prefetch(units=2, max_bytes=1 << 30))
     """
 
-    units: int = 1
+    units: int | None = None
     max_bytes: int | None = None
     reductions: int | None = None
 
     def __post_init__(self) -> None:
-        units = as_int(self.units, "prefetch (in units)", minimum=0)
-        object.__setattr__(self, "units", units)
-        for field, bounds in (("max_bytes", (1, None)), ("reductions", (0, 1))):
+        for field, what, least, most in (
+            ("units", "prefetch (in units)", 0, None),
+            ("max_bytes", "max_bytes of Prefetch", 1, None),
+            ("reductions", "reductions of Prefetch", 0, 1),
+        ):
             value = getattr(self, field)
             if value is not None:
-                what = f"{field} of Prefetch"
-                number = as_int(value, what, minimum=bounds[0], maximum=bounds[1])
+                number = as_int(value, what, minimum=least, maximum=most)
                 object.__setattr__(self, field, number)
 
     @classmethod
-    def of(cls, given: Prefetch | int) -> Prefetch:
+    def of(cls, given: Prefetch | int | None) -> Prefetch:
         """Return the policy that a number of units stands for.
 
         Args:
-            given: so many units are gathered ahead; with 0, nothing goes on in the background. A
-                ``Prefetch`` is returned as it is.
+            given: so many units are gathered ahead; with 0, nothing goes on in the background. None
+                for what is best where the ranks are. A ``Prefetch`` is returned as it is.
 
         Raises:
             ArgumentError: it is neither, or a negative number.
         """
         if isinstance(given, Prefetch):
             return given
-        units = as_int(given, "prefetch (in units)", minimum=0)
-        return cls(units, reductions=None if units else 0)
+        made = cls(given)
+        return cls(0, reductions=0) if made.units == 0 else made
 
-    def overlaps(self, hosts: Sequence[int], *, on_host: bool) -> bool:
-        """Whether gradients are reduced in the background.
+    def among(self, hosts: Sequence[int], *, on_host: bool) -> Prefetch:
+        """Return the same policy with nothing left open, and without what has no effect.
 
         Args:
             hosts: of the ranks.
             on_host: they compute there, not on GPUs.
         """
-        if self.reductions is None:
-            return len(hosts if not on_host else set(hosts)) > 1
-        return self.reductions == 1 and len(hosts) > 1
+        pays = not on_host or len(set(hosts)) > 1
+        units = int(pays) if self.units is None else self.units
+        reductions = int(pays) if self.reductions is None else self.reductions
+        return Prefetch(units, self.max_bytes, reductions if len(hosts) > 1 else 0)
 
 
 @dataclass(frozen=True)
@@ -102,7 +106,7 @@ class EngineOptions:
         cls,
         strategy: Strategy | str,
         precision: Precision | None,
-        prefetch: Prefetch | int,
+        prefetch: Prefetch | int | None,
         window: bool,
         offload: Offload | None,
         seed: int,
