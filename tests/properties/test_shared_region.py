@@ -81,14 +81,15 @@ def _auto(backend: fc.Backend, body: Any, *args: int) -> None:
 
 
 @pytest.mark.parametrize("world_size", [2, 5])
-@pytest.mark.parametrize("over", [-8, 0, 8, region.STAGING])
+@pytest.mark.parametrize("over", [-8, 0, 8, 512 * 1024])
 def test_arrays_around_the_size_of_a_room(world_size: int, over: int) -> None:
     run_on(SharingSim, _around_a_room, world_size=world_size, args=(over,))
 
 
 def _around_a_room(backend: fc.Backend, over: int) -> None:
     p, me = backend.world_size, backend.rank
-    for nbytes in (region.STAGING + over, p * region.STAGING + over, shared.SMALL + over):
+    room = region.staging_bytes(p)
+    for nbytes in (room + over, p * room + over, shared.SMALL + over):
         parts = arrays_of(p, (nbytes // 8,), np.dtype(np.float64))
         mine, total = parts[me], oracle.reduced(parts, "sum")
         check_same(fc.all_reduce(mine, backend), total, "all_reduce")
@@ -120,7 +121,7 @@ def _counting(count: int, start: int) -> Any:
 
 def _ragged(backend: fc.Backend) -> None:
     p, me = backend.world_size, backend.rank
-    many = 2 * region.STAGING // 4 + 3
+    many = 2 * region.staging_bytes(p) // 4 + 3
     rows = [0] * p
     rows[-1] = many
     parts = [_counting(count, r) for r, count in enumerate(rows)]
@@ -148,7 +149,7 @@ def test_who_exchanges_little_takes_as_many_turns_as_the_others() -> None:
 
 def _one_pair_exchanges_much(backend: fc.Backend) -> None:
     p, me = backend.world_size, backend.rank
-    many = 2 * region.STAGING // 4 + 3
+    many = 2 * region.staging_bytes(p) // 4 + 3
     counts = [[many if (r, s) == (0, 1) else 1 for s in range(p)] for r in range(p)]
     sources = [_counting(sum(row), r) for r, row in enumerate(counts)]
     result = fc.all_to_all_v(sources[me], backend, counts[me], algorithm="shared")
@@ -330,7 +331,7 @@ def test_out_that_overlaps_the_input_in_part(shift: int) -> None:
 
 
 def _overlap(backend: fc.Backend, shift: int) -> None:
-    size = 3 * region.STAGING // 8
+    size = 3 * region.staging_bytes(2) // 8
     buffer = np.arange(size + abs(shift), dtype=np.float64)
     source, out = buffer[:size], buffer[abs(shift) :]
     if shift < 0:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from fsdpcore.collectives.shared.reducing import Reduce, prepare
-from fsdpcore.collectives.shared.region import STAGING, SharedRegion
+from fsdpcore.collectives.shared.region import SharedRegion
 from fsdpcore.collectives.shared.schedule import (
     ArraySpan,
     BlockMove,
@@ -169,7 +169,7 @@ def staged_steps(
         parity: of the step in which the first pieces are read.
         largest: elements of the largest part of all.
     """
-    buffers = region.staging(dtype, STAGING // dtype.itemsize)
+    buffers = region.staging(dtype, region.staging_bytes // dtype.itemsize)
     width = todo.width
     for low in range(0, max(1, largest), width):
         for number, moves in enumerate(todo.staged):

@@ -31,7 +31,7 @@ class Exchange(NamedTuple):
         performed: for each rank, what it does where arrays are published.
         publishers: the ranks that have to publish, and what: ``INPUT``, ``OUTPUT``.
         slots: for each rank, the places of its input's parts in its staging buffer.
-        results: how many results a rank makes for others.
+        results: how many results a rank makes for others of what was staged.
     """
 
     moves: list[Move]
@@ -88,7 +88,7 @@ def _exchange(movement: Movement, size: int, root: int) -> Exchange:
         performed=[[] for _ in range(size)],
         publishers={},
         slots=[{} for _ in range(size)],
-        results=sum(map(_results, moves)),
+        results=sum(_results(_as_staged(move, size)) for move in moves),
     )
     for move in moves:
         for number, target in enumerate(move.targets):
@@ -99,13 +99,24 @@ def _exchange(movement: Movement, size: int, root: int) -> Exchange:
             found.performed[who].append(act)
             for part in act.sources if not is_own(act) else ():
                 found.publishers.setdefault(part.rank, set()).add(INPUT)
-                if part.rank != who:
-                    slots = found.slots[part.rank]
-                    slots.setdefault(part, len(slots))
             for part in act.targets:
                 if part.rank != who:
                     found.publishers.setdefault(part.rank, set()).add(OUTPUT)
+        for who, act in _performed(_as_staged(move, size), range(size)):
+            for part in act.sources:
+                if part.rank != who:
+                    slots = found.slots[part.rank]
+                    slots.setdefault(part, len(slots))
     return found
+
+
+def _as_staged(move: Move, size: int) -> Move:
+    """How a move is made of staged arrays.
+
+    Two ranks do not divide it. Each reads all that the other has, half of it as a result, if they
+    do; so they copy no more if they do not, and it takes one step in place of two.
+    """
+    return move if size > 2 or move.prefixes else move._replace(divided=False)
 
 
 def _results(move: Move) -> int:
@@ -124,9 +135,9 @@ def program(movement: Movement, size: int, rank: int, root: int) -> Program:
         own=[move for move in pulled if is_own(move)],
         whole=[move for move in pulled if not is_own(move)],
         published=published,
-        staged=[[act for act in published if not is_own(act)]],
+        staged=[[move for move in pulled if not is_own(move)]],
     )
-    if not every.divided:
+    if not every.results:
         return found
     made: list[Move] = []
     copies: list[Move] = []

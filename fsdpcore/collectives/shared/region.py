@@ -43,7 +43,6 @@ from fsdpcore.comm.sharing import MemorySharing
 from fsdpcore.core.buffers import Array, Bytes
 from fsdpcore.core.errors import CommunicationError
 
-STAGING = 256 * 1024  # bytes: the buffer of one rank and what it copies from fit a core's cache
 _FLAG = 64  # bytes: a cache line, so that ranks do not disturb each other
 # How long to wait for a rank: looks at its flag, then looks with the core given away in between
 # (about 2 ms), then sleeps.
@@ -107,9 +106,18 @@ def _places_of_flags(size: int) -> list[list[int]]:
     return [[(parity * size + r) * _FLAG // 8 for r in range(size)] for parity in (0, 1)]
 
 
+def staging_bytes(ranks: int) -> int:
+    """The size of a staging buffer in a group of so many ranks.
+
+    What is staged and what it is copied from should fit a core's cache. In few ranks' buffers it
+    may be half of one: every piece costs a step, in which they wait for each other.
+    """
+    return (512 if ranks <= 4 else 256) * 1024
+
+
 def nbytes(ranks: int) -> int:
     """The memory that a group of so many ranks needs."""
-    return 2 * ranks * (_FLAG + STAGING)
+    return 2 * ranks * (_FLAG + staging_bytes(ranks))
 
 
 class StagingViews(list[list[Array]]):
@@ -144,6 +152,7 @@ class SharedRegion:
         moves: collectives move arrays through it; if not, the ranks meet in it, and send messages.
         movements: those of the group's calls, prepared; see ``interpreter``.
         looks: how often a rank looks for another one's flag before it gives its core away.
+        staging_bytes: of one staging buffer.
         moved: bytes of its arrays that a rank has read or written in a step, where that counts.
     """
 
@@ -159,7 +168,8 @@ class SharedRegion:
         places = [words[parity, :, _PLACES:_PLACES_END] for parity in (0, 1)]
         self.own_places = [ranks[rank] for ranks in places]
         self.all_places = [ranks.tobytes for ranks in places]
-        self._staging = memory[flags : flags + 2 * size * STAGING].reshape(2, size, STAGING)
+        self.staging_bytes = staging_bytes(size)
+        self._staging = memory[flags : nbytes(size)].reshape(2, size, self.staging_bytes)
         self._size, self._peers = size, peers
         self.looks = _LOOKS
         self.fence = None if platform.machine().lower() in _ORDERED else _Fence()

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from fsdpcore.collectives.movements import INPUT, OUTPUT, ArrayPart, Move, Movement
 from fsdpcore.collectives.shared.program import RESULT, Exchange, exchange, is_own, program
-from fsdpcore.collectives.shared.region import STAGING
+from fsdpcore.collectives.shared.region import staging_bytes
 from fsdpcore.core.buffers import bounds_of, split_sizes
 
 _LINE = 64  # bytes; slots of a staging buffer begin at multiples of it
@@ -82,7 +82,7 @@ class RankSchedule:
     Attributes:
         publishers: of the ``Exchange``.
         largest_input: elements of the largest input of all ranks.
-        largest: elements of the largest part.
+        largest: elements of the largest part that is staged.
         width: elements of a slot: of a piece.
     """
 
@@ -115,8 +115,9 @@ class RankSchedule:
         self._chunks = chunks = _Chunks(every, size, count, bounds, arriving)
         self.publishers = every.publishers
         self.largest_input = chunks.inputs[-1] if chunks.inputs else chunks.largest
-        self.largest = chunks.largest
-        self.width = STAGING // every.slots_each // _LINE * _LINE // itemsize
+        undivided = every.divided and not every.results
+        self.largest = count if undivided else chunks.largest
+        self.width = staging_bytes(size) // every.slots_each // _LINE * _LINE // itemsize
 
     @cached_property
     def own(self) -> list[OutputCopy]:
