@@ -81,7 +81,7 @@ def _auto(backend: fc.Backend, body: Any, *args: int) -> None:
 
 
 @pytest.mark.parametrize("world_size", [2, 5])
-@pytest.mark.parametrize("over", [-8, 0, 8, 512 * 1024])
+@pytest.mark.parametrize("over", [-8, 0, 8, 1 << 20])
 def test_arrays_around_the_size_of_a_room(world_size: int, over: int) -> None:
     run_on(SharingSim, _around_a_room, world_size=world_size, args=(over,))
 
