@@ -36,7 +36,8 @@ def peak_of(backend, call):
 
 def measured(backend, options):
     engine = big_engine(backend, **options)
-    engine.state_dict(full=True, to=0)  # what a group makes for its messages
+    # What groups make for their messages.
+    engine.load_state_dict(engine.state_dict(full=True, to=0), src=0)
     peaks = {}
     peaks["to 0"], state = peak_of(backend, lambda: engine.state_dict(full=True, to=0))
     peaks["from 0"], _ = peak_of(backend, lambda: engine.load_state_dict(state, src=0))
