@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import signal
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -74,12 +75,18 @@ def blamed(found: list[Outcome]) -> set[int | None]:
     return {one.culprit for one in found}
 
 
-def await_connection(rank: RankProcess) -> None:
-    """Wait until a rank has some connection, as the kernel says, and has said who it is."""
-    table = Path(f"/proc/{rank.pid}/net/tcp")
+def await_introduction(ranks: Sequence[RankProcess]) -> None:
+    """Wait until rank 1 has told rank 0 who it is: it is connected, and both only wait.
+
+    Who waits sleeps whenever one looks. Who is short of a processor does not.
+    """
+    table = Path(f"/proc/{ranks[1].pid}/net/tcp")
     while all(line.split()[3] != "01" for line in table.read_text().splitlines()[1:]):
         time.sleep(0.05)
-    time.sleep(1.0)
+    quiet = 0
+    while quiet < 20:
+        time.sleep(0.05)
+        quiet = quiet + 1 if all(rank.sleeps for rank in ranks[:2]) else 0
 
 
 @waits
@@ -178,7 +185,8 @@ def test_of_a_connection_that_somebody_breaks_the_pair_is_named() -> None:
             broken[:] = [number]
             time.sleep(0.03)
         for one in outcomes(ranks, since):
-            assert one.pair == (0, 1), one
+            # Who did not get a processor for a heartbeat says so, and it may have been that.
+            assert one.pair == (0, 1) or "was stopped for" in one.text, one
 
 
 @waits
@@ -208,7 +216,7 @@ def test_a_rank_that_dies_while_another_one_is_still_to_come_ends_the_joining() 
     with Lab(3) as lab:
         lab.silence(2)
         with on_hosts(idle, lab, 1, heartbeat=HEARTBEAT) as ranks:
-            await_connection(ranks[1])
+            await_introduction(ranks)
             since = time.monotonic()
             ranks[1].send_signal(signal.SIGKILL)
             found = ranks[0].outcome()
@@ -222,7 +230,7 @@ def test_who_waits_for_others_hears_that_the_host_of_rank_0_is_gone() -> None:
     with Lab(3) as lab:
         lab.silence(2)
         with on_hosts(idle, lab, 1, rendezvous_timeout=12) as ranks:
-            await_connection(ranks[1])
+            await_introduction(ranks)
             since = time.monotonic()
             lab.silence(0)
             found = ranks[1].outcome()

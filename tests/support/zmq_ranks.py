@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 from typing import Any
 
 from fsdpcore.transports.zmq.backend import ZmqBackend
@@ -138,6 +139,16 @@ class RankProcess:
         """Its process id."""
         assert self._process.pid is not None
         return self._process.pid
+
+    @property
+    def sleeps(self) -> bool:
+        """Whether all its threads wait for something else than a processor."""
+        threads = Path(f"/proc/{self.pid}/task").iterdir()
+        try:
+            said = [(each / "stat").read_text() for each in threads]
+        except OSError:  # a thread has just ended
+            return False
+        return all(text.rpartition(")")[2].split()[0] == "S" for text in said)
 
     def hear(self) -> Any:
         """Return the next thing that the body told."""
