@@ -110,9 +110,9 @@ def staging_bytes(ranks: int) -> int:
     """The size of a staging buffer in a group of so many ranks.
 
     Every piece that goes through it costs a step, in which the ranks wait for each other. So few
-    ranks have large ones, as far as a core's cache goes: up to eight share 2 MiB.
+    ranks have large ones, as far as a core's cache goes: up to 16 share 4 MiB.
     """
-    return max(2048 // ranks, 256) * 1024
+    return min(max(4096 // ranks, 256), 1024) * 1024
 
 
 def nbytes(ranks: int) -> int:
