@@ -110,6 +110,34 @@ def _around_a_room(backend: fc.Backend, over: int) -> None:
             check_same(gathered, oracle.joined(parts), "gather")
 
 
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_calls_of_one_kind_take_turns_in_the_staging_buffers(world_size: int) -> None:
+    run_on(SharingSim, _one_after_the_other, world_size=world_size)
+
+
+def _one_after_the_other(backend: fc.Backend) -> None:
+    p, me = backend.world_size, backend.rank
+    written = set()
+    for number in range(40):  # more than there are places, in steps of either parity
+        parts = [_counting(region.staging_bytes(p) // 64, p * number + r) for r in range(p)]
+        total = oracle.reduced(parts, "sum")
+        check_same(fc.all_reduce(parts[me], backend, algorithm="shared"), total, "all_reduce")
+        check_same(fc.all_gather(parts[me], backend), oracle.joined(parts), "all_gather")
+        check_same(fc.reduce_scatter(parts[me], backend), oracle.pieces(total, p)[me], "scatter")
+        written.update(_places_of(backend, parts[me][-1]))
+    assert len(written) >= 8, written
+
+
+def _places_of(backend: fc.Backend, value: Any) -> list[int]:
+    """Where a value is in this rank's staging buffers."""
+    context = state_of(backend).context
+    assert context is not None
+    shared_region = region.region_of(context)
+    assert shared_region is not None
+    buffers = shared_region.staging(np.dtype(np.int32), shared_region.staging_bytes // 4)
+    return [int(at) for ranks in buffers for at in np.flatnonzero(ranks[backend.rank] == value)]
+
+
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_ragged_calls_of_very_different_sizes(world_size: int) -> None:
     run_on(SharingSim, _ragged, world_size=world_size)

@@ -157,7 +157,7 @@ def staged_steps(
     region: SharedRegion,
     me: int,
     dtype: np.dtype[Any],
-    parity: int,
+    turn: int,
     largest: int,
 ) -> Iterator[BoundStep]:
     """Bind what goes through the staging buffers in pieces.
@@ -166,11 +166,15 @@ def staged_steps(
         todo: what to do.
         region, me: the buffers, and whose are the own ones.
         dtype: of the arrays.
-        parity: of the step in which the first pieces are read.
+        turn: the number of the step in which the first pieces are read, as far as it counts.
         largest: elements of the largest part of all.
     """
-    buffers = region.staging(dtype, region.staging_bytes // dtype.itemsize)
-    width = todo.width
+    parity, width = turn & 1, todo.width
+    start = (turn >> 1) % todo.turns * todo.turn_size
+    buffers = [
+        [buffer[start:] for buffer in ranks]
+        for ranks in region.staging(dtype, region.staging_bytes // dtype.itemsize)
+    ]
     for low in range(0, max(1, largest), width):
         for number, moves in enumerate(todo.staged):
             staged, own = buffers[parity], buffers[1 - parity][me]

@@ -24,7 +24,6 @@ from fsdpcore.collectives.output import separated
 from fsdpcore.collectives.shared.binding import BoundStep, Find, bind, staged_steps
 from fsdpcore.collectives.shared.region import (
     NOT_PUBLISHED,
-    Kept,
     region_of,
 )
 from fsdpcore.collectives.shared.schedule import ArraySpan, BlockMove, OutputCopy, schedule
@@ -42,6 +41,10 @@ _MOVEMENTS = 64  # kinds that a group keeps
 
 class _Plans(dict[bytes, BoundStep]):
     """What to do, by what all ranks have published; it holds parts of the memory."""
+
+
+class _Staged(dict[int, list[BoundStep]]):
+    """What to do with what is staged, by turn; it holds parts of the memory."""
 
 
 # Begins the call, if that was not done: only who has to wait needs its deadline.
@@ -171,7 +174,7 @@ class BoundMovement:
                 assert flat is not None
                 flat = flat.copy()
             if places is nothing and stages:
-                self._first(parity).fill(flat)
+                self._first().fill(flat)
             enter(digest, context, begin)
             key = all_places[parity]()
             plan = plans.get(key)
@@ -225,9 +228,9 @@ class BoundMovement:
             return
         region, context = self._region, self._context
         largest = max(region.exchange(context, self._schedule.largest))
-        next(self._staged_steps((region.step + 1) & 1, 0)).fill(source)
+        next(self._staged_steps(region.step + 1, 0)).fill(source)
         region.enter(digest, context, None, partial(self._copy_own, source, out))
-        self._move_staged(digest, None, source, out, self._staged_steps(region.step & 1, largest))
+        self._move_staged(digest, None, source, out, self._staged_steps(region.step, largest))
 
     # Published.
 
@@ -308,23 +311,30 @@ class BoundMovement:
     # Staged.
 
     @functools.cached_property
-    def _staged(self) -> Kept:
-        """All that goes through the staging buffers, for a first step of either parity."""
-        largest = self._schedule.largest
-        return self._region.keep(
-            self._region.keep(self._staged_steps(parity, largest)) for parity in (0, 1)
-        )
+    def _staged(self) -> _Staged:
+        staged = _Staged()
+        self._region.empty_at_close(staged)
+        return staged
 
-    def _staged_steps(self, parity: int, largest: int) -> Iterator[BoundStep]:
+    def _steps(self, number: int) -> list[BoundStep]:
+        """All that goes through the staging buffers, if step ``number`` reads the first pieces."""
+        turn = number % (2 * self._schedule.turns)
+        found = self._staged.get(turn)
+        if found is None:
+            found = list(self._staged_steps(turn, self._schedule.largest))
+            self._staged[turn] = found
+        return found
+
+    def _staged_steps(self, number: int, largest: int) -> Iterator[BoundStep]:
         rank = self._context.rank
-        return staged_steps(self._schedule, self._region, rank, self._dtype, parity, largest)
+        return staged_steps(self._schedule, self._region, rank, self._dtype, number, largest)
 
-    def _first(self, parity: int) -> BoundStep:
-        """What to stage first."""
+    def _first(self) -> BoundStep:
+        """What to stage first, in the step that comes."""
+        number = self._region.step + 1
         if self._nbytes <= _LARGEST_STAGED:
-            first: BoundStep = self._staged[parity][0]
-            return first
-        return next(self._staged_steps(parity, 0))
+            return self._steps(number)[0]
+        return next(self._staged_steps(number, 0))
 
     def _unpublished(
         self,
@@ -341,13 +351,15 @@ class BoundMovement:
             self._leave_to_another(source, out)
             return
         if not nobody:  # who has published has not staged; all do it in the same step
-            self._first((region.step + 1) & 1).fill(source)
+            self._first().fill(source)
             region.enter(digest, self._context, begin)
         if not in_place:
             self._copy_own(source, out)
-        parity = region.step & 1
-        kept = self._nbytes <= _LARGEST_STAGED
-        steps = self._staged[parity] if kept else self._staged_steps(parity, self._schedule.largest)
+        steps: Iterable[BoundStep]
+        if self._nbytes <= _LARGEST_STAGED:
+            steps = self._steps(region.step)
+        else:
+            steps = self._staged_steps(region.step, self._schedule.largest)
         self._move_staged(digest, begin, source, out, steps)
 
     def _move_staged(

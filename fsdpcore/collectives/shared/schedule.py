@@ -17,6 +17,7 @@ from fsdpcore.collectives.shared.region import staging_bytes
 from fsdpcore.core.buffers import bounds_of, split_sizes
 
 _LINE = 64  # bytes; slots of a staging buffer begin at multiples of it
+_TURNS = 16
 
 # All of an array is written to faster than a slice that is as long.
 Place = slice | EllipsisType
@@ -84,6 +85,9 @@ class RankSchedule:
         largest_input: elements of the largest input of all ranks.
         largest: elements of the largest part that is staged.
         width: elements of a slot: of a piece.
+        turns: so many calls fit into a staging buffer side by side. They take turns there: it is
+            slow to write to what other cores have just read, until their caches have let go of it.
+        turn_size: elements of the buffer that one of them takes.
     """
 
     def __init__(
@@ -117,7 +121,13 @@ class RankSchedule:
         self.largest_input = chunks.inputs[-1] if chunks.inputs else chunks.largest
         undivided = every.divided and not every.results
         self.largest = count if undivided else chunks.largest
-        self.width = staging_bytes(size) // every.slots_each // _LINE * _LINE // itemsize
+        room = staging_bytes(size) // every.slots_each // _LINE * _LINE // itemsize
+        line = max(1, _LINE // itemsize)
+        wanted = -(-max(1, self.largest) // line) * line
+        # Where ranks only know what themselves exchange, that does not tell them a width.
+        self.width = room if arriving else min(room, wanted)
+        self.turn_size = self.width * every.slots_each
+        self.turns = min(_TURNS, room * every.slots_each // self.turn_size)
 
     @cached_property
     def own(self) -> list[OutputCopy]:
