@@ -157,7 +157,7 @@ def staged_steps(
     region: SharedRegion,
     me: int,
     dtype: np.dtype[Any],
-    turn: int,
+    step: int,
     largest: int,
 ) -> Iterator[BoundStep]:
     """Bind what goes through the staging buffers in pieces.
@@ -166,11 +166,11 @@ def staged_steps(
         todo: what to do.
         region, me: the buffers, and whose are the own ones.
         dtype: of the arrays.
-        turn: the number of the step in which the first pieces are read, as far as it counts.
+        step: the number of the one in which the first pieces are read.
         largest: elements of the largest part of all.
     """
-    parity, width = turn & 1, todo.width
-    start = (turn >> 1) % todo.turns * todo.turn_size
+    parity, width = step & 1, todo.width
+    start = (step >> 1) % todo.turns * todo.turn_size
     buffers = [
         [buffer[start:] for buffer in ranks]
         for ranks in region.staging(dtype, region.staging_bytes // dtype.itemsize)

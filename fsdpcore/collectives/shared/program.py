@@ -113,8 +113,7 @@ def _exchange(movement: Movement, size: int, root: int) -> Exchange:
 def _as_staged(move: Move, size: int) -> Move:
     """How a move is made of staged arrays.
 
-    Two ranks do not divide it. Each reads all that the other has, half of it as a result, if they
-    do; so they copy no more if they do not, and it takes one step in place of two.
+    Two ranks do not divide it: they would take two steps in place of one, and copy no less.
     """
     return move if size > 2 or move.prefixes else move._replace(divided=False)
 
