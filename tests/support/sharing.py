@@ -29,6 +29,14 @@ class ThreadMemory:
         with self._lock:
             return _Segment(self, next(self._numbers), nbytes)
 
+    def drop(self, number: int) -> None:
+        with self._lock:
+            del self.segments[number]
+
+    def all(self) -> list[tuple[int, Bytes]]:
+        with self._lock:
+            return list(self.segments.items())
+
 
 class _Segment:
     def __init__(self, memory: ThreadMemory, number: int, nbytes: int) -> None:
@@ -40,7 +48,7 @@ class _Segment:
         return self._bytes[offset : offset + nbytes]
 
     def close(self) -> None:
-        del self._memory.segments[self.number]
+        self._memory.drop(self.number)
 
 
 class _OfRank:
@@ -76,7 +84,7 @@ class _OfRank:
 
     def locate(self, array: Array) -> tuple[int, int] | None:
         address = array.__array_interface__["data"][0]
-        for number, segment in list(self._memory.segments.items()):
+        for number, segment in self._memory.all():
             offset = address - segment.__array_interface__["data"][0]
             if 64 <= offset < segment.size:
                 return number, offset
