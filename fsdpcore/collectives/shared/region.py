@@ -109,10 +109,10 @@ def _places_of_flags(size: int) -> list[list[int]]:
 def staging_bytes(ranks: int) -> int:
     """The size of a staging buffer in a group of so many ranks.
 
-    What is staged and what it is copied from should fit a core's cache. In few ranks' buffers it
-    may be half of one: every piece costs a step, in which they wait for each other.
+    Every piece that goes through it costs a step, in which the ranks wait for each other. So few
+    ranks have large ones, as far as a core's cache goes: up to eight share 2 MiB.
     """
-    return (512 if ranks <= 4 else 256) * 1024
+    return max(2048 // ranks, 256) * 1024
 
 
 def nbytes(ranks: int) -> int:
