@@ -178,15 +178,15 @@ def test_of_a_connection_that_somebody_breaks_the_pair_is_named() -> None:
     with (
         Lab(4) as lab,
         Middle(lab, change),
-        on_hosts(exchanging, lab.hosts[:2], 1, heartbeat=HEARTBEAT) as ranks,
+        # Long, so that who waits for a processor of a busy machine does not look stopped.
+        on_hosts(exchanging, lab.hosts[:2], 1, heartbeat=4 * HEARTBEAT) as ranks,
     ):
         since = ready(ranks)
         for number in range(20):  # whichever of them the ranks still use
             broken[:] = [number]
             time.sleep(0.03)
         for one in outcomes(ranks, since):
-            # Who did not get a processor for a heartbeat says so, and it may have been that.
-            assert one.pair == (0, 1) or "was stopped for" in one.text, one
+            assert one.pair == (0, 1), one
 
 
 @waits

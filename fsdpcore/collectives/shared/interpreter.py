@@ -22,10 +22,7 @@ from fsdpcore.collectives.context import CollectiveContext
 from fsdpcore.collectives.movements import INPUT, OUTPUT, Movement
 from fsdpcore.collectives.output import separated
 from fsdpcore.collectives.shared.binding import BoundStep, Find, bind, staged_steps
-from fsdpcore.collectives.shared.region import (
-    NOT_PUBLISHED,
-    region_of,
-)
+from fsdpcore.collectives.shared.region import NOT_PUBLISHED, region_of
 from fsdpcore.collectives.shared.schedule import ArraySpan, BlockMove, OutputCopy, schedule
 from fsdpcore.collectives.spec import Layout, Operation
 from fsdpcore.core.buffers import Array
@@ -316,8 +313,10 @@ class BoundMovement:
         self._region.empty_at_close(staged)
         return staged
 
-    def _steps(self, number: int) -> list[BoundStep]:
+    def _steps(self, number: int) -> Iterable[BoundStep]:
         """All that goes through the staging buffers, if step ``number`` reads the first pieces."""
+        if self._nbytes > _LARGEST_STAGED:
+            return self._staged_steps(number, self._schedule.largest)
         turn = number % (2 * self._schedule.turns)
         found = self._staged.get(turn)
         if found is None:
@@ -331,10 +330,7 @@ class BoundMovement:
 
     def _first(self) -> BoundStep:
         """What to stage first, in the step that comes."""
-        number = self._region.step + 1
-        if self._nbytes <= _LARGEST_STAGED:
-            return self._steps(number)[0]
-        return next(self._staged_steps(number, 0))
+        return next(iter(self._steps(self._region.step + 1)))
 
     def _unpublished(
         self,
@@ -355,12 +351,7 @@ class BoundMovement:
             region.enter(digest, self._context, begin)
         if not in_place:
             self._copy_own(source, out)
-        steps: Iterable[BoundStep]
-        if self._nbytes <= _LARGEST_STAGED:
-            steps = self._steps(region.step)
-        else:
-            steps = self._staged_steps(region.step, self._schedule.largest)
-        self._move_staged(digest, begin, source, out, steps)
+        self._move_staged(digest, begin, source, out, self._steps(region.step))
 
     def _move_staged(
         self,

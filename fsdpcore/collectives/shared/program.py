@@ -95,14 +95,15 @@ def _exchange(movement: Movement, size: int, root: int) -> Exchange:
             left_out = len(move.targets) - 1 - number if move.prefixes else 0
             sources = move.sources[: len(move.sources) - left_out]
             found.pulled[target.rank].append(Move((target,), sources, move.divided))
-        for who, act in _performed(move, range(size)):
+        acts, staged = list(_performed(move, range(size))), _as_staged(move, size)
+        for who, act in acts:
             found.performed[who].append(act)
             for part in act.sources if not is_own(act) else ():
                 found.publishers.setdefault(part.rank, set()).add(INPUT)
             for part in act.targets:
                 if part.rank != who:
                     found.publishers.setdefault(part.rank, set()).add(OUTPUT)
-        for who, act in _performed(_as_staged(move, size), range(size)):
+        for who, act in acts if staged is move else _performed(staged, range(size)):
             for part in act.sources:
                 if part.rank != who:
                     slots = found.slots[part.rank]

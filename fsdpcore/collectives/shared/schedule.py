@@ -17,7 +17,7 @@ from fsdpcore.collectives.shared.region import staging_bytes
 from fsdpcore.core.buffers import bounds_of, split_sizes
 
 _LINE = 64  # bytes; slots of a staging buffer begin at multiples of it
-_TURNS = 16
+_TURNS = 16  # at most: each has steps of its own, which are kept
 
 # All of an array is written to faster than a slice that is as long.
 Place = slice | EllipsisType
@@ -127,7 +127,7 @@ class RankSchedule:
         # Where ranks only know what themselves exchange, that does not tell them a width.
         self.width = room if arriving else min(room, wanted)
         self.turn_size = self.width * every.slots_each
-        self.turns = min(_TURNS, room * every.slots_each // self.turn_size)
+        self.turns = min(_TURNS, room // self.width)
 
     @cached_property
     def own(self) -> list[OutputCopy]:

@@ -32,8 +32,8 @@ class Prefetch:
         max_bytes: no more than so many bytes are gathered ahead, but for a unit that is larger
             alone; None for no limit.
         reductions: 1 lets the gradients of a unit be reduced while the backward pass goes on with
-            the next; with 0 it waits for them. By default 1 where several ranks are on several
-            hosts, or on GPUs.
+            the next; with 0 it waits for them. By default 1 in the same places, if there are
+            several ranks.
 
     Raises:
         ArgumentError: a number that makes no sense.
