@@ -19,7 +19,8 @@ sys.path.append(str(Path(__file__).parent))  # the parts, where this is not run 
 sys.path.append(str(Path(__file__).parents[1] / "examples"))  # the model
 sys.path.append(str(Path(__file__).parents[1] / "tests"))  # the hosts
 
-from hosts_bench.run import PARTS, PEERS, HostsRun, measure
+from hosts_bench.request import HostsRun
+from hosts_bench.run import PARTS, PEERS, check, measure
 
 from fsdpcore.bench.harness import options
 
@@ -38,7 +39,7 @@ def main(
 
     def bench() -> int:
         request = HostsRun(options.names(parts), transport, options.names(against), rounds, json)
-        request.check()
+        check(request)
         return measure(request, typer.echo)
 
     options.measure(bench)

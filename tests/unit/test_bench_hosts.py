@@ -74,8 +74,8 @@ def test_collectives_and_training_are_measured_beside_what_a_plain_stream_would_
 
 @pytest.mark.tools
 def test_wrong_results_are_noticed(bench, smaller, monkeypatch):
-    run = importlib.import_module("hosts_bench.run")
-    real = run.start_all
+    site = importlib.import_module("hosts_bench.site")
+    real = site.start_all
 
     def start_all(*arguments):
         entrants = real(*arguments)
@@ -86,7 +86,7 @@ def test_wrong_results_are_noticed(bench, smaller, monkeypatch):
             )
         return entrants
 
-    monkeypatch.setattr(run, "start_all", start_all)
+    monkeypatch.setattr(site, "start_all", start_all)
     assert bench("--parts", "rate", "--rounds", 1).exit_code == 1
     assert "knows no 'gigabit'" in bench("--parts", "gigabit").output
 
