@@ -22,7 +22,7 @@ from fsdpcore.fsdp.optim import (
     RAdam,
     RMSprop,
 )
-from fsdpcore.fsdp.optim.base import BLOCK_ELEMENTS
+from fsdpcore.fsdp.optim.bound import BLOCK_ELEMENTS
 
 Array = NDArray[Any]
 # The update of one scalar over all steps: (p, gradients, learning rates) to (p, state).

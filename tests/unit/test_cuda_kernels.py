@@ -183,7 +183,7 @@ class Halved(AdamW):
 def test_an_optimizer_of_ones_own_works_by_array_functions(
     optimizer: Optimizer, grad: Any, machine: Any, cupy: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("fsdpcore.fsdp.optim.base.GPU_BLOCK_ELEMENTS", 100)
+    monkeypatch.setattr("fsdpcore.fsdp.optim.bound.GPU_BLOCK_ELEMENTS", 100)
     param, grads = random_data(250, 2, np.float32)
     narrow = [each.astype(grad) for each in grads]
     given: dict[str, Any] = {"out": np.float16, "grad_scale": 0.5}

@@ -38,7 +38,7 @@ from fsdpcore.fsdp.optim import (
     ShardPiece,
     schedules,
 )
-from fsdpcore.fsdp.optim.base import BLOCK_ELEMENTS
+from fsdpcore.fsdp.optim.bound import BLOCK_ELEMENTS
 
 SIZES = [1, 7, BLOCK_ELEMENTS - 1, BLOCK_ELEMENTS, BLOCK_ELEMENTS + 1, 2 * BLOCK_ELEMENTS + 77]
 

@@ -13,7 +13,7 @@ from support.optimizers import random_data, updated
 
 from fsdpcore.core.errors import MissingDependencyError
 from fsdpcore.fsdp.optim import Adam, AdamW, kernels
-from fsdpcore.fsdp.optim.base import BLOCK_ELEMENTS
+from fsdpcore.fsdp.optim.bound import BLOCK_ELEMENTS
 
 SIZE = 2 * BLOCK_ELEMENTS + 77
 

@@ -11,7 +11,7 @@ from support.optimizers import ADAMW, ELEMENTWISE, random_data, updated
 
 from fsdpcore.core.errors import ArgumentError
 from fsdpcore.fsdp.optim import Optimizer
-from fsdpcore.fsdp.optim.base import BLOCK_ELEMENTS
+from fsdpcore.fsdp.optim.bound import BLOCK_ELEMENTS
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 WIDTHS = [

@@ -11,13 +11,8 @@ from fsdpcore.core.buffers import Array
 from fsdpcore.core.checks import as_finite, as_int
 from fsdpcore.core.errors import ConfigError
 from fsdpcore.fsdp.optim.arrays import check_names
-from fsdpcore.fsdp.optim.base import (
-    BLOCK_ELEMENTS,
-    GPU_BLOCK_ELEMENTS,
-    Optimizer,
-    Scratch,
-    State,
-)
+from fsdpcore.fsdp.optim.base import Optimizer, Scratch, State
+from fsdpcore.fsdp.optim.bound import BLOCK_ELEMENTS, GPU_BLOCK_ELEMENTS
 from fsdpcore.fsdp.optim.from_optax import Optax, is_transformation
 from fsdpcore.fsdp.optim.pieces import Reduce, ShardPiece
 from fsdpcore.fsdp.optim.schedules import Schedule

@@ -11,28 +11,15 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import DTypeLike
 
-from fsdpcore.core.array_module import array_module, on_host
+from fsdpcore.core.array_module import array_module
 from fsdpcore.core.buffers import Array
 from fsdpcore.core.checks import as_finite, as_int
 from fsdpcore.core.errors import ArgumentError, ConfigError
-from fsdpcore.fsdp.gpu.kernel import run_pass
-from fsdpcore.fsdp.optim.arrays import (
-    check_arrays,
-    check_dtype,
-    check_names,
-    round_into,
-    scaled_into,
-)
-from fsdpcore.fsdp.optim.formulas import Update, formula
+from fsdpcore.fsdp.optim.arrays import check_dtype
+from fsdpcore.fsdp.optim.bound import BoundUpdate
+from fsdpcore.fsdp.optim.formulas import Update
 from fsdpcore.fsdp.optim.pieces import PieceSpec, Reduce, ShardPiece
 from fsdpcore.fsdp.optim.schedules import Schedule
-
-BLOCK_ELEMENTS = 128 * 1024
-"""Elements updated at a time, small enough that a block of every array stays in the cache."""
-
-GPU_BLOCK_ELEMENTS = 16 * 2**20
-"""The same on a GPU, for ``update_block``: many, as each operation is a launch of its own."""
-
 
 State = Mapping[str, Array]
 """State arrays by name."""
@@ -264,31 +251,7 @@ class Optimizer(ABC):
         step = as_int(step, "step (which counts from 1)", minimum=1)
         rate = self.learning_rate(step) if lr is None else as_finite(lr, "lr", minimum=0.0)
         grad_scale = as_finite(grad_scale, "grad_scale")
-        check_names(type(self).__name__, state, self.state_names)
-        check_arrays(param, grad, state, out)
-        if not on_host(param) and _has_gpu_update(type(self)):
-            fused = self.gpu_update(step=step, lr=rate)
-            if fused is not None:
-                arrays = {"param": param, "grad": grad, **state}
-                if out is not None:
-                    arrays["out"] = out
-                kernel = formula(fused[0], rounded=out is not None)
-                run_pass(kernel, arrays, (grad_scale, *fused[1]), param.dtype)
-                return
-        scaled = grad_scale != 1.0 or grad.dtype != param.dtype
-        most = BLOCK_ELEMENTS if on_host(param) else GPU_BLOCK_ELEMENTS
-        scratch = array_module(param).empty((2, min(param.size, most)), param.dtype)
-        for start in range(0, param.size, most):
-            block = slice(start, min(start + most, param.size))
-            size = block.stop - start
-            values, gradient = param[block], grad[block]
-            first, second = scratch[0, :size], scratch[1, :size]
-            if scaled:
-                gradient = scaled_into(first, gradient, grad_scale)
-            states = {name: state[name][block] for name in self.state_names}
-            self.update_block(values, gradient, states, (first, second), step=step, lr=rate)
-            if out is not None:
-                round_into(out[block], values)
+        BoundUpdate(self, param, grad, state, out)(step=step, lr=rate, grad_scale=grad_scale)
 
     def update_pieces(
         self,
@@ -383,16 +346,6 @@ def check_piece(piece: ShardPiece) -> None:
             f"the piece of {piece.name!r} needs the {piece.size} elements of "
             f"[{piece.start}, {piece.stop}) as param, got {np.shape(piece.param)}"
         )
-
-
-def _has_gpu_update(kind: type[Optimizer]) -> bool:
-    """Whether ``gpu_update`` is of the class that gave ``update_block``, or of one below it."""
-    for each in kind.__mro__:
-        if "gpu_update" in vars(each):
-            return True
-        if "update_block" in vars(each):
-            return False
-    return False
 
 
 def ema(average: Array, beta: float, values: Array, work: Array) -> None:

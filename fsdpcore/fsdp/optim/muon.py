@@ -14,7 +14,8 @@ from fsdpcore.core.buffers import Array
 from fsdpcore.core.checks import as_finite, as_int
 from fsdpcore.core.errors import ArgumentError, ConfigError
 from fsdpcore.fsdp.optim.arrays import check_arrays, check_names, round_into, scaled_into
-from fsdpcore.fsdp.optim.base import BLOCK_ELEMENTS, GPU_BLOCK_ELEMENTS, check_piece
+from fsdpcore.fsdp.optim.base import check_piece
+from fsdpcore.fsdp.optim.bound import BLOCK_ELEMENTS, GPU_BLOCK_ELEMENTS
 from fsdpcore.fsdp.optim.pieces import Alone, Ranks, Reduce, ShardPiece
 from fsdpcore.fsdp.optim.schedules import Schedule
 from fsdpcore.fsdp.optim.whole import WholeParameterOptimizer

@@ -10,7 +10,7 @@ from fsdpcore.core.array_module import array_module
 from fsdpcore.core.buffers import Array
 from fsdpcore.core.errors import ArgumentError, CommunicationError, StateError
 from fsdpcore.fsdp.optim.average import AVERAGES
-from fsdpcore.fsdp.optim.base import BLOCK_ELEMENTS
+from fsdpcore.fsdp.optim.bound import BLOCK_ELEMENTS
 from fsdpcore.fsdp.state.entries import optimizer_entries, param_entries
 from fsdpcore.fsdp.state.state import optimizer_name
 from fsdpcore.fsdp.units.model import ShardedModel

@@ -116,6 +116,7 @@ class UnitGradients:
         self._store = store
         self._reduced: Array | None = None  # what this rank keeps, while there is any
         self._buffer: Array | None = None  # what ``_reduced`` is, whenever it is there
+        self._own: Array | None = None  # the shard of it
         self._open: Gradients | None = None
         self._kept: Array | None = None
         self._reducing: _Reducing | None = None
@@ -137,7 +138,7 @@ class UnitGradients:
     @property
     def shard(self) -> Array | None:
         """This rank's shard of the reduced gradients, while there are any."""
-        return None if self._reduced is None else self._reduced[self._shard]
+        return None if self._reduced is None else self._own
 
     @property
     def nbytes(self) -> int:
@@ -455,6 +456,7 @@ class UnitGradients:
         if self._buffer is None:
             allocate = self._store.allocate(ArrayKind.GRADIENT)
             self._buffer = allocate(self._kept_size, self._dtypes.grad)
+            self._own = self._buffer[self._shard]
         return self._buffer
 
     def zeros(self) -> Array:
@@ -462,13 +464,15 @@ class UnitGradients:
         if self._reduced is None:
             self._reduced = self._own_buffer()
             self._reduced[:] = 0
-        return self._reduced[self._shard]
+        assert self._own is not None
+        return self._own
 
     def scale(self, factor: float) -> None:
         """Multiply the reduced gradients of this rank's shard by a number."""
-        if self._reduced is not None:
+        shard = self.shard
+        if shard is not None:
             self._store.begin(GRADIENTS, write=True)
-            _divide(self._reduced[self._shard], 1.0 / factor)
+            _divide(shard, 1.0 / factor)
             self._store.end(GRADIENTS, written=True)
 
     # Forgetting.
@@ -503,7 +507,7 @@ class UnitGradients:
 
     def free(self) -> None:
         """Let go of the memory, too; after ``drop``, for good."""
-        self._buffer = None
+        self._buffer = self._own = None
 
 
 def check_divisor(divisor: float | None) -> float | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import operator
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
@@ -19,6 +20,7 @@ from fsdpcore.core.geometry.layout import FlatLayout
 from fsdpcore.fsdp.offload.arrays import ArrayKind
 from fsdpcore.fsdp.offload.offload_store import OffloadStore
 from fsdpcore.fsdp.optim import Optimizer
+from fsdpcore.fsdp.optim.bound import BoundUpdate
 from fsdpcore.fsdp.optim.groups import elementwise_ranges, whole_parameter_specs
 from fsdpcore.fsdp.optim.pieces import AnyOrder, PieceSpec, Reduce, ShardPiece
 from fsdpcore.fsdp.units.binding import Binding
@@ -82,6 +84,7 @@ class ShardUpdate:
             for start, stop, policy in self.ranges:
                 if name in policy.state_names and policy.initial_state(name):
                     array[start:stop] = policy.initial_state(name)
+        self._bound: tuple[tuple[Array | None, ...], list[Callable[..., None]]] = (), []
         self.whole_state: dict[str, dict[str, NDArray[Any]]] = {}
         for policy, specs in self.specs.items():
             self.whole_state.update(policy.init_pieces(specs, dtype))
@@ -151,18 +154,9 @@ class ShardUpdate:
         """
         for ranks in self._owning.values():
             ranks.give_back()
-        part = self._part
-        out = part.copy
-        for start, stop, policy in self.ranges:
-            policy.update(
-                part.master[start:stop],
-                grad[start:stop],
-                {name: self.state[name][start:stop] for name in policy.state_names},
-                step=step,
-                lr=lr,
-                grad_scale=grad_scale,
-                out=None if out is None else out[start:stop],
-            )
+        for update in self._bound_to(grad):
+            update(step=step, lr=lr, grad_scale=grad_scale)
+        out = self._part.copy
         for policy, specs in self.specs.items():
             if policy in self._owning:
                 continue
@@ -176,6 +170,26 @@ class ShardUpdate:
                         lr=lr,
                         grad_scale=grad_scale,
                     )
+
+    def _bound_to(self, grad: Array) -> list[Callable[..., None]]:
+        """Return the updates of all ranges, bound to the arrays as long as these are the same."""
+        known, updates = self._bound
+        out = self._part.copy
+        arrays = (self._part.master, grad, out)
+        if len(known) != len(arrays) or any(map(operator.is_not, known, arrays)):
+            updates = [self._bind(*each, grad, out) for each in self.ranges]
+            self._bound = arrays, updates
+        return updates
+
+    def _bind(
+        self, start: int, stop: int, policy: Optimizer, grad: Array, out: Array | None
+    ) -> Callable[..., None]:
+        param, gradient = self._part.master[start:stop], grad[start:stop]
+        state = {name: self.state[name][start:stop] for name in policy.state_names}
+        rounded = None if out is None else out[start:stop]
+        if type(policy).update is Optimizer.update:
+            return BoundUpdate(policy, param, gradient, state, rounded)
+        return functools.partial(policy.update, param, gradient, state, out=rounded)
 
     def _pieces(self, specs: list[PieceSpec], grad: Array, out: Array | None) -> list[ShardPiece]:
         starts = {p.name: p.shard_start for p in self._part.layout.pieces(self._part.rank)}
