@@ -57,9 +57,10 @@ class Calibration:
         apart = replace(model, hosts=free.hosts, per_host=free.per_host)
         found = apart.with_processor(parts, _agreed_costs(self.free))
         model = replace(model, byte=found.byte, message=found.message, wake=found.wake)
-        model = model.with_rate({case: found.ours for case, found in self._rates.items()})
+        model = model.with_links({case: found.ours for case, found in self._rates.items()})
         echo(
-            f"# model: {8e-6 * model.rate:.1f} Mbit/s, latency {1e6 * model.latency:.0f} us, "
+            f"# model: {8e-6 * model.rate:.1f} Mbit/s, to several others {model.spread:.2f} of it, "
+            f"latency {1e6 * model.latency:.0f} us, "
             f"{1e6 * model.message:.0f} us for a message, {1e6 * model.wake:.0f} us to wake a "
             f"rank, {1e-6 / model.byte:.0f} MB/s of a core"
         )

@@ -99,7 +99,7 @@ class Scenario:
     def large(self) -> tuple[Case, ...]:
         """By which the rate of the links is found: each takes about half a second.
 
-        In one all hosts send at the same time, in the other one does.
+        In the first one all hosts send at the same time, in the last one does.
         """
         size = MIB * max(2, round(16 * self.rate / 1e9))
         return Case("all_gather", size, times=4), Case("broadcast", size, times=4)

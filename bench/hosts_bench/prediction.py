@@ -30,12 +30,14 @@ reduce = "14GB/s"
 memory = "2GB/s"
 """
 _SEGMENT = 1 << 20
-# Between which the seconds of a byte and of a message are searched for, and by how much more than
-# plain TCP they take.
+# Between which the seconds of a byte and of a message are searched for, by how much more than plain
+# TCP they take, and by how much more again while every host sends to several others.
 _BETWEEN = {"byte": (1e-11, 1e-7), "message": (1e-6, 3e-3), "wake": (1e-6, 3e-3)}
 _SLOWED = 0.9, 3.0
+_SPREAD = 1.0, 2.0
 _TURNS = 3
-_STEPS = 3
+# Steps with which the median of what is computed is found, and those that are simulated.
+_ALONE_STEPS, _STEPS = 3, 1
 # Before all ranks have made what they need for a case.
 _LEAD_SECONDS = 10.0
 
@@ -49,6 +51,7 @@ class Model:
         rate: bytes per second of a host's link; ``slowest`` is that of the last one.
         latency: seconds from one host to another.
         burst: bytes that a link lets pass at once; ``slowest_burst`` is that of the last one.
+        spread: part of the rate that a link carries while its host sends to several others.
         cores: of the machine, which its hosts share; 0 if each rank has as many as it needs.
         message: seconds of a rank's processor for a message.
         wake: more for one that comes when it has no other to see to.
@@ -64,6 +67,7 @@ class Model:
     slowest: float = 0.0
     burst: int = 0
     slowest_burst: int = 0
+    spread: float = 1.0
     cores: int = 0
     message: float = 0.0
     wake: float = 0.0
@@ -79,7 +83,7 @@ class Model:
             f"[[level]]\nname = 'host'\nsize = {self.per_host}\nrate = '4GB/s'\n"
             f"latency = '10us'\ncores = {each}\n"
             f"[[level]]\nname = 'switch'\nsize = {self.hosts}\nrate = {self.rate}\n"
-            f"latency = {self.latency}\nburst = {self.burst}\n"
+            f"latency = {self.latency}\nburst = {self.burst}\nspread = {self.spread}\n"
             f"cores = {0 if each else self.cores}\n"
         )
         if self.slowest:
@@ -142,13 +146,29 @@ class Model:
                 free = _search(with_part, {case: took}, *_BETWEEN[part])
         return replace(self, byte=free.byte, message=free.message, wake=free.wake)
 
-    def with_rate(self, seconds: Mapping[Case, float]) -> Model:
-        """The model whose links are as fast as they were, where large cases took so long."""
+    def with_links(self, seconds: Mapping[Case, float]) -> Model:
+        """The model whose links are as fast as they were, where large cases took so long.
 
-        def slowed(factor: float) -> Model:
-            return replace(self, rate=self.rate / factor, slowest=self.slowest / factor)
+        The last case tells the rate. If there is one before it, in which all hosts send to several
+        others, that tells how much of it is left then.
+        """
+        found, plain = self, self
+        *spread, last = seconds.items()
+        for _ in range(_TURNS):
 
-        return _search(slowed, seconds, *_SLOWED)
+            def slowed(factor: float, spread: float = found.spread) -> Model:
+                slowest = plain.slowest / factor
+                return replace(plain, rate=plain.rate / factor, slowest=slowest, spread=spread)
+
+            found = _search(slowed, dict([last]), *_SLOWED)
+            if not spread or self.hosts < 3:
+                break
+
+            def spread_out(factor: float, model: Model = found) -> Model:
+                return replace(model, spread=1 / factor)
+
+            found = _search(spread_out, dict(spread), *_SPREAD)
+        return found
 
     def step_seconds(self, case: Training) -> float:
         """Of a training step, where computing takes what it takes here, by ``speed``."""
@@ -156,7 +176,7 @@ class Model:
         def main(backend: fc.Backend) -> float:
             self._choose_by_costs(backend)
             job = OurTraining(case, backend)
-            job.losses(2)
+            job.losses(1)
             job.barrier()
             began = backend.clock.now()
             job.losses(_STEPS)
@@ -187,9 +207,9 @@ def computing_seconds(case: Training, ranks: int) -> float:
     with threadpool_limits(1, user_api="blas"):
         keep_freed_memory()
         alone = Alone(case, 0, ranks)
-        alone.losses(2)
+        alone.losses(1)
         taken = []
-        for _ in range(_STEPS):
+        for _ in range(_ALONE_STEPS):
             began = time.thread_time()
             alone.step()
             taken.append(time.thread_time() - began)

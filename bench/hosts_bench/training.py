@@ -66,7 +66,7 @@ def measured(
         if calibration is not None:
             model = calibration.model(echo)
     for each in trained:
-        yield _result(scenario, each, model, echo)
+        yield _result(request, scenario, each, model, echo)
 
 
 def _calibration(stack: contextlib.ExitStack, request: HostsRun, hosts: Scenario) -> Calibration:
@@ -116,15 +116,21 @@ def _train(
 
 
 def _result(
-    scenario: TrainingScenario, trained: _Trained, model: Model | None, echo: options.Echo
+    request: HostsRun,
+    scenario: TrainingScenario,
+    trained: _Trained,
+    model: Model | None,
+    echo: options.Echo,
 ) -> dict[str, Any]:
     case, samples, computing = trained.case, trained.samples, trained.computing
     moving = trained.moved / trained.rate
     bound = max(computing, moving)
     if model is not None:
-        speed = computing_seconds(case, scenario.ranks) / computing
-        simulated = replace(model, speed=speed, costs=trained.costs)
-        samples[SIMULATED] = [simulated.step_seconds(case)]
+        samples[SIMULATED] = []
+        for _ in range(request.rounds):  # it computes, on a machine that is not always as fast
+            speed = computing_seconds(case, scenario.ranks) / computing
+            simulated = replace(model, speed=speed, costs=trained.costs)
+            samples[SIMULATED].append(simulated.step_seconds(case))
     echo(
         line(trained.way.name, bound, samples)
         + f"; {case.batch * case.context / median(samples[OURS]):.0f} tokens/s"

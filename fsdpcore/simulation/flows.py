@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -62,6 +62,7 @@ class Flows:
         self._network = network
         self._limits = _limits(network, world_size)
         self._bursts = _bursts(network, self._limits)
+        self._spreads = _spreads(network, self._limits)
         self._idle = len(self._limits) - 1  # the number of no link
         self._counts = (self._limits < math.inf).tolist()
         self._now = 0.0
@@ -183,6 +184,8 @@ class Flows:
         limits = np.concatenate(([math.inf], self._limits[links]))
         if self._bursts:
             self._bursts.limits(links.tolist(), limits[1:], self._now)
+        if self._spreads:
+            self._spread(links.tolist(), limits[1:])
         routes = self._local[self._routes[:, slots]]
         routes = routes[routes.any(axis=1)]
         rates = fair_rates(routes, limits) if slots.size else np.empty(0)
@@ -191,6 +194,22 @@ class Flows:
         if self._bursts:
             self._bursts.carry(links.tolist(), routes, rates)
             self._next = min(self._next, self._bursts.next_end())
+
+    def _spread(self, links: Sequence[int], limits: NDArray[np.float64]) -> None:
+        """Lower the limits of links that go to several others."""
+        for at, link in enumerate(links):
+            most = self._spreads.get(link, math.inf)
+            if most < limits[at] and len(self._ways_on(link)) > 1:
+                limits[at] = most
+
+    def _ways_on(self, link: int) -> set[int]:
+        """Where flows on a link up to a level go down from there."""
+        found = set()
+        for slot in self._on[link]:
+            flow = self._flows[slot]
+            assert flow is not None
+            found.add(flow.links[-1 - flow.links.index(link)])
+        return found
 
     def _set_rates(self, slots: NDArray[np.intp], rates: NDArray[np.float64]) -> None:
         old = self._rate[slots]
@@ -255,6 +274,13 @@ def _limits(network: Network, world_size: int) -> NDArray[np.float64]:
             if rate < below[member]:
                 limits[up : up + 2] = below[member] = rate
     return limits
+
+
+def _spreads(network: Network, limits: NDArray[np.float64]) -> dict[int, float]:
+    """Return the rates of links while they go to several others, where these are lower."""
+    limited = np.flatnonzero(limits[:-1] < math.inf).tolist()
+    found = {link: network.spread(link) for link in limited}
+    return {link: part * float(limits[link]) for link, part in found.items() if part < 1}
 
 
 def _bursts(network: Network, limits: NDArray[np.float64]) -> Bursts:

@@ -14,7 +14,7 @@ seconds or text ("5us")::
     size = 0
     rate = "50GB/s"          # of each host's link to its rack
     latency = "10us"
-    burst = "1MB"            # optional, and so is cores: see ``Level``
+    burst = "1MB"            # optional, and so are spread and cores: see ``Level``
 
     [[link]]                 # what a single member's link differs in
     member = "host 3"
@@ -65,6 +65,8 @@ class Level:
             takes below is part of it.
         burst: bytes that a member's link lets pass faster than its rate, each way, after it had
             less to carry.
+        spread: part of the rate that a member's link carries up while it goes to several others.
+            Streams of TCP share it unevenly, so that now and then one of those has nothing to take.
         cores: of a processor that the ranks under each of these share; 0 if each rank has its own.
     """
 
@@ -73,6 +75,7 @@ class Level:
     rate: float
     latency: float
     burst: int = 0
+    spread: float = 1.0
     cores: int = 0
 
     def __post_init__(self) -> None:
@@ -82,6 +85,7 @@ class Level:
         as_rate(self.rate, f"{what}: rate", error=ConfigError)
         as_seconds(self.latency, f"{what}: latency", error=ConfigError)
         as_int(self.burst, f"{what}: burst", minimum=0, error=ConfigError)
+        _part(self.spread, f"{what}: spread", error=ConfigError)
         as_int(self.cores, f"{what}: cores", minimum=0, error=ConfigError)
 
 
@@ -257,6 +261,11 @@ class Network:
         own = self._exceptions.get((level, member), _USUAL).burst
         return self.levels[level].burst if own is None else own
 
+    def spread(self, link: int) -> float:
+        """Return the part of its rate that a link carries while it goes to several others."""
+        level = link // 2 % len(self.levels)
+        return 1.0 if link % 2 else self.levels[level].spread
+
     @cached_property
     def cores(self) -> int:
         """How many cores ranks share, with those under the same member of a level; or 0."""
@@ -357,6 +366,13 @@ def _positive(value: object, what: str, *, error: type[ConfigError]) -> float:
     return number
 
 
+def _part(value: object, what: str, *, error: type[ConfigError]) -> float:
+    number = as_finite(value, what, error=error)
+    if not 0 < number <= 1:
+        raise error(f"{what} must be above 0 and at most 1, got {value!r}")
+    return number
+
+
 def _size(value: object, what: str, *, error: type[ConfigError]) -> int:
     return as_int(value, what, minimum=0, error=error)
 
@@ -367,6 +383,7 @@ _LEVEL: dict[str, Reader] = {
     "rate": as_rate,
     "latency": as_seconds,
     "burst": as_size,
+    "spread": _part,
     "cores": _size,
 }
 _NEEDED = "name", "size", "rate", "latency"

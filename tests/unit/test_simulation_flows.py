@@ -68,6 +68,26 @@ def test_who_starts_late_shares_from_then_on():
     assert flows.ended(2.0) == [late]
 
 
+@pytest.mark.parametrize("burst", [0, 50])
+def test_who_sends_to_several_others_fills_a_part_of_the_link(burst):
+    made = network((2, 1e6), (0, 100.0))
+    last = dataclasses.replace(made.levels[-1], spread=0.8, burst=burst)
+    flows = Flows(dataclasses.replace(made, levels=(*made.levels[:-1], last)), 6)
+    flows.start(0.0, 0, 2, 80)
+    flows.start(0.0, 1, 3, 80)  # to the same host
+    early = burst / 100 / 99  # at a hundred times the rate
+    assert flows.next_end() == pytest.approx(early or 1.6)
+    while flows.next_end() < 1.0:
+        flows.ended(flows.next_end())
+    more = flows.start(1.0, 0, 4, 40)  # to another one
+    left = 160 - burst - 100
+    assert flows.rate(more) == pytest.approx(80 / 3)
+    first = flows.next_end()
+    assert first == pytest.approx(1 + left / 2 / (80 / 3))
+    flows.ended(first)  # one is left, and has the link for itself, and what its bucket has saved
+    assert flows.rate(more) == (100 * 100 if burst else 100)
+
+
 def test_what_needs_no_time_ends_at_once():
     flows = Flows(network((2, math.inf), (0, 100.0)), 4)
     begun = [flows.start(1.0, 0, 2, 0), flows.start(1.0, 3, 3, 10), flows.start(1.0, 0, 1, 10)]

@@ -26,6 +26,7 @@ size = 3
 rate = "100Mbit"
 latency = "20ms"
 burst = "125KB"
+spread = 0.9
 
 [[level]]
 name = "site"
@@ -64,7 +65,7 @@ def test_a_file_says_all(read):
     assert read(FILE) == Network(
         levels=(
             Level("host", 2, 1e10, 1e-6),
-            Level("rack", 3, 12.5e6, 0.02, burst=125_000),
+            Level("rack", 3, 12.5e6, 0.02, burst=125_000, spread=0.9),
             Level("site", 0, math.inf, 0.5, cores=4),
         ),
         links={"host 1": Link(5e6, 0.03, 500)},
@@ -101,6 +102,8 @@ def test_a_route_goes_up_to_where_both_are_under_and_down(read):
     assert rates == [1e10, 5e6, math.inf, math.inf, 12.5e6, 1e10]
     bursts = [network.burst(link) for link in network.route(3, 7)[0]]
     assert bursts == [0, 500, 0, 0, 125_000, 0]
+    spreads = [network.spread(link) for link in network.route(3, 7)[0]]
+    assert spreads == [1, 0.9, 1, 1, 1, 1]  # on the way up only
 
 
 def test_hosts_are_the_members_of_the_level_called_host(read):

@@ -49,12 +49,16 @@ class _Stream:
     """What is under way from one rank to another.
 
     Attributes:
+        leaving: parcels that cores move out to the link, one after the other.
         flowing: parcels whose bytes have not all arrived; those of the first one move.
+        taken_in: when cores have moved in what has arrived.
         coming: those to be handed over in order, until they are.
         parcels: how many have not been handed over.
     """
 
+    leaving: deque[_Parcel] = field(default_factory=deque)
     flowing: deque[_Parcel] = field(default_factory=deque)
+    taken_in: float = 0.0
     coming: deque[_Parcel] = field(default_factory=deque)
     parcels: int = 0
 
@@ -138,7 +142,9 @@ class Wire:
         if nbytes == 0 or self.flows is None:
             self.clock.at(ready, lambda: self._hand_over(src, dst, stream, parcel))
         elif self._copy_seconds:
-            self._copy(src, dst, stream, parcel, nbytes)
+            stream.leaving.append(parcel)
+            if len(stream.leaving) == 1:
+                self._copy(src, dst, stream, nbytes)
         else:
             self._flow(src, dst, stream, parcel)
 
@@ -148,9 +154,9 @@ class Wire:
         if len(stream.flowing) == 1:
             self._start(src, dst, stream)
 
-    def _copy(self, src: int, dst: int, stream: _Stream, parcel: _Parcel, left: int) -> None:
+    def _copy(self, src: int, dst: int, stream: _Stream, left: int) -> None:
         """Have cores move what is left of a parcel, part by part: out where it is, in there."""
-        nbytes = min(left, _PART)
+        parcel, nbytes = stream.leaving[0], min(left, _PART)
         seconds = nbytes * self._copy_seconds
         latency = self.latency(src, dst)
 
@@ -159,12 +165,18 @@ class Wire:
             stream.parcels += 1
             self._flow(src, dst, stream, part)
             if left > nbytes:
-                self._copy(src, dst, stream, parcel, left - nbytes)
+                self._copy(src, dst, stream, left - nbytes)
+                return
+            stream.leaving.popleft()
+            if stream.leaving:
+                self._copy(src, dst, stream, stream.leaving[0].nbytes)
 
         def has_come() -> None:
             end = self.processed(dst, self.clock.now(), seconds)
+            stream.taken_in = max(stream.taken_in, end)
             if left == nbytes:
-                self.clock.at(end, lambda: self._hand_over(src, dst, stream, parcel))
+                at = stream.taken_in
+                self.clock.at(at, lambda: self._hand_over(src, dst, stream, parcel))
 
         self.clock.at(self.processed(src, self.clock.now(), seconds), is_out)
 
