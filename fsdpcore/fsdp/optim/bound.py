@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, TypeAlias
+from typing import Protocol, TypeAlias
 
 from fsdpcore.core.array_module import array_module, on_host
 from fsdpcore.core.buffers import Array
 from fsdpcore.fsdp.gpu.kernel import run_pass
 from fsdpcore.fsdp.optim.arrays import check_arrays, check_names, round_into, scaled_into
-from fsdpcore.fsdp.optim.formulas import formula
-
-if TYPE_CHECKING:
-    from fsdpcore.fsdp.optim.base import Optimizer
+from fsdpcore.fsdp.optim.formulas import Update, formula
 
 BLOCK_ELEMENTS = 128 * 1024
 """Elements updated at a time, small enough that a block of every array stays in the cache."""
@@ -21,6 +18,32 @@ GPU_BLOCK_ELEMENTS = 16 * 2**20
 """The same on a GPU, for ``update_block``: many, as each operation is a launch of its own."""
 
 _Block: TypeAlias = "tuple[Array, Array, Mapping[str, Array], Array | None]"
+
+
+class BlockOptimizer(Protocol):
+    """What an update asks of an optimizer; ``Optimizer`` says what it means."""
+
+    @property
+    def state_names(self) -> tuple[str, ...]:
+        """Names of the state arrays."""
+
+    def learning_rate(self, step: int) -> float:
+        """Return the learning rate of a step."""
+
+    def gpu_update(self, *, step: int, lr: float) -> tuple[Update, tuple[float, ...]] | None:
+        """Return the same step in C, and its numbers."""
+
+    def update_block(
+        self,
+        param: Array,
+        grad: Array,
+        state: Mapping[str, Array],
+        scratch: tuple[Array, Array],
+        *,
+        step: int,
+        lr: float,
+    ) -> None:
+        """Update one block."""
 
 
 class BoundUpdate:
@@ -36,7 +59,7 @@ class BoundUpdate:
 
     def __init__(
         self,
-        optimizer: Optimizer,
+        optimizer: BlockOptimizer,
         param: Array,
         grad: Array,
         state: Mapping[str, Array],
@@ -93,7 +116,7 @@ class BoundUpdate:
             yield param[block], grad[block], states, None if out is None else out[block]
 
 
-def _has_gpu_update(kind: type[Optimizer]) -> bool:
+def _has_gpu_update(kind: type[BlockOptimizer]) -> bool:
     """Whether ``gpu_update`` is of the class that gave ``update_block``, or of one below it."""
     for each in kind.__mro__:
         if "gpu_update" in vars(each):
