@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import math
-import operator
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
@@ -84,7 +83,7 @@ class ShardUpdate:
             for start, stop, policy in self.ranges:
                 if name in policy.state_names and policy.initial_state(name):
                     array[start:stop] = policy.initial_state(name)
-        self._bound: tuple[tuple[Array | None, ...], list[Callable[..., None]]] = (), []
+        self._updates: list[Callable[..., None]] | None = None
         self.whole_state: dict[str, dict[str, NDArray[Any]]] = {}
         for policy, specs in self.specs.items():
             self.whole_state.update(policy.init_pieces(specs, dtype))
@@ -151,12 +150,15 @@ class ShardUpdate:
         """Update the master shard by ``grad``, and what is gathered by that.
 
         After ``begin`` and ``make`` with the same arguments, where parameters have owners.
+        ``grad`` is the same array in every step.
         """
         for ranks in self._owning.values():
             ranks.give_back()
-        for update in self._bound_to(grad):
-            update(step=step, lr=lr, grad_scale=grad_scale)
         out = self._part.copy
+        if self._updates is None:  # these arrays stay the same ones as long as the unit is in use
+            self._updates = [self._bind(*each, grad, out) for each in self.ranges]
+        for update in self._updates:
+            update(step=step, lr=lr, grad_scale=grad_scale)
         for policy, specs in self.specs.items():
             if policy in self._owning:
                 continue
@@ -170,16 +172,6 @@ class ShardUpdate:
                         lr=lr,
                         grad_scale=grad_scale,
                     )
-
-    def _bound_to(self, grad: Array) -> list[Callable[..., None]]:
-        """Return the updates of all ranges, bound to the arrays as long as these are the same."""
-        known, updates = self._bound
-        out = self._part.copy
-        arrays = (self._part.master, grad, out)
-        if len(known) != len(arrays) or any(map(operator.is_not, known, arrays)):
-            updates = [self._bind(*each, grad, out) for each in self.ranges]
-            self._bound = arrays, updates
-        return updates
 
     def _bind(
         self, start: int, stop: int, policy: Optimizer, grad: Array, out: Array | None
