@@ -143,7 +143,7 @@ class Model:
                 def with_part(each: float, model: Model = free, part: str = part) -> Model:
                     return replace(model, **{part: each})  # type: ignore[arg-type]
 
-                free = _search(with_part, {case: took}, *_BETWEEN[part])
+                free = _search(with_part, case, took, _BETWEEN[part])
         return replace(self, byte=free.byte, message=free.message, wake=free.wake)
 
     def with_links(self, seconds: Mapping[Case, float]) -> Model:
@@ -153,21 +153,21 @@ class Model:
         others, that tells how much of it is left then.
         """
         found, plain = self, self
-        *spread, last = seconds.items()
+        *others, last = seconds.items()
         for _ in range(_TURNS):
 
             def slowed(factor: float, spread: float = found.spread) -> Model:
                 slowest = plain.slowest / factor
                 return replace(plain, rate=plain.rate / factor, slowest=slowest, spread=spread)
 
-            found = _search(slowed, dict([last]), *_SLOWED)
-            if not spread or self.hosts < 3:
+            found = _search(slowed, *last, _SLOWED)
+            if not others or self.hosts < 3:
                 break
 
             def spread_out(factor: float, model: Model = found) -> Model:
                 return replace(model, spread=1 / factor)
 
-            found = _search(spread_out, dict(spread), *_SPREAD)
+            found = _search(spread_out, *others[0], _SPREAD)
         return found
 
     def step_seconds(self, case: Training) -> float:
@@ -189,13 +189,13 @@ class Model:
 
 
 def _search(
-    make: Callable[[float], Model], seconds: Mapping[Case, float], low: float, high: float
+    make: Callable[[float], Model], case: Case, took: float, between: tuple[float, float]
 ) -> Model:
-    """The model by whose number cases take so long, in the mean; the larger, the longer."""
+    """The model by whose number a case takes so long; the larger, the longer."""
+    low, high = between
     for _ in range(12):
         middle = math.sqrt(low * high)
-        model = make(middle)
-        if sum(math.log(model.seconds(case) / took) for case, took in seconds.items()) < 0:
+        if make(middle).seconds(case) < took:
             low = middle
         else:
             high = middle

@@ -76,9 +76,7 @@ class Site:
 
     def __init__(self, scenario: Scenario, lab: Lab, entrants: Sequence[Entrant]) -> None:
         self.scenario, self.lab, self.entrants = scenario, lab, entrants
-        for host in range(scenario.hosts):
-            lab.set_rate(host, scenario.rate)
-        if scenario.slowest:
+        if scenario.slowest:  # ranks have measured links that are all alike
             lab.set_rate(scenario.hosts - 1, scenario.slowest)
 
     @property
@@ -112,12 +110,12 @@ class Site:
             plain.round_trip(one, other, 3 if scenario.delay else 20),
         )
 
-    def link_with_headers(self) -> tuple[Link, float]:
-        """The same, and the rate at which all bytes went over it, those of headers too."""
-        before, link = self.sent(), self.link()
+    def rate_with_headers(self) -> float:
+        """Bytes per second at which it carries one stream, those of headers too."""
+        before, goodput = self.sent(), self.link().goodput
         # One stream, and one from each host. What warms the link up is a quarter of each.
         size = 2 * 1.25 * self.scenario.rate / 8 * _STREAM_SECONDS
-        return link, link.goodput * (self.sent() - before) / size
+        return goodput * (self.sent() - before) / size
 
     def sent(self) -> float:
         """Bytes that the host that sends the most has sent."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
 
@@ -45,8 +45,8 @@ class _Trained:
     moved: float
     rate: float
     costs: Costs
-    planned: list[list[float]] = field(default_factory=list)
-    wrong: bool = False
+    planned: list[list[float]]
+    wrong: bool
 
 
 def measured(
@@ -101,7 +101,7 @@ def _train(
         took = max(run_seconds(teams[name], name, 0, steps)) / steps
         if name == OURS:
             moved.append((site.sent() - before) / steps)
-            rates.append(site.link_with_headers()[1])
+            rates.append(site.rate_with_headers())
         return took
 
     samples = alternate(teams, request.rounds, turn)
