@@ -119,7 +119,8 @@ def check_distinct(group: Backend, mine: Gpu, share: bool, seconds: float) -> No
         seconds: how long that may take.
 
     Raises:
-        RendezvousError: two do; on all ranks.
+        RendezvousError: two do.
+        PeerFailedError: another rank has found that out first.
     """
     record = np.frombuffer(mine.pack(), np.uint8)
     rows = all_gather(record[np.newaxis], group, timeout=seconds)
