@@ -202,7 +202,8 @@ class _Run:
 
         thread = self.groups[0].clock.start(lambda: run(sides[1]), "beside")
         run(sides[0])
-        thread.join(60)
+        thread.join(150)  # as long as the deadlines of two collectives, and more
+        assert not thread.is_alive()
         if errors:
             raise errors[0]
 
