@@ -43,7 +43,7 @@ class Calibration:
     def turn(self) -> None:
         """Have all that the model is found by done once."""
         for part, case in self.free.scenario.alone.items():
-            self.free.turn(case, self._parts.setdefault(part, Found()))
+            self.free.turn(case, self._parts.setdefault(part, Found()), links=False)
         for case in self.large:
             self.site.turn(case, self._rates.setdefault(case, Found()))
 
@@ -77,7 +77,7 @@ def free_of(scenario: Scenario, url: str) -> Iterator[Site]:
 
 def _agreed_costs(site: Site) -> Costs:
     """What our ranks choose algorithms by."""
-    site.ours.ask(OURS, "prepare", case=site.scenario.large[0].order())
+    site.ours.ask(OURS, "prepare", case=site.scenario.alone["wake"].order())
     costs = site.costs()
     site.ours.ask(OURS, "release")
     return costs

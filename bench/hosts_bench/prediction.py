@@ -30,13 +30,14 @@ reduce = "14GB/s"
 memory = "2GB/s"
 """
 _SEGMENT = 1 << 20
-# Between which the seconds of a byte and of a message are searched for, by how much more than plain
-# TCP they take, and by how much more again while every host sends to several others.
+# What numbers of the model are searched for between: seconds of the processor; how many times
+# slower than plain TCP the links are; and how many times more while a host sends to several others.
 _BETWEEN = {"byte": (1e-11, 1e-7), "message": (1e-6, 3e-3), "wake": (1e-6, 3e-3)}
 _SLOWED = 0.9, 3.0
 _SPREAD = 1.0, 2.0
 _TURNS = 3
-# Steps with which the median of what is computed is found, and those that are simulated.
+# Steps with which the median of what is computed is found, and those that are simulated where no
+# outer step is longer.
 _ALONE_STEPS, _STEPS = 3, 1
 # Before all ranks have made what they need for a case.
 _LEAD_SECONDS = 10.0
@@ -91,7 +92,9 @@ class Model:
             text += f"rate = {self.slowest}\nburst = {self.slowest_burst}\n"
         ahead = self._ahead()
         text += f"[compute]\nmessage = {self.message}\nwake = {self.wake}\n"
-        text += f"copy = {1 / self.byte if self.byte else math.inf}\nspeed = {self.speed}\n"
+        if self.cores and self.byte:
+            text += f"copy = {1 / self.byte}\n"
+        text += f"speed = {self.speed}\n"
         text += f"eager = {ahead}\nahead = {ahead}"  # what is no longer than that goes unasked
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder, "network.toml")
@@ -178,10 +181,10 @@ class Model:
             job = OurTraining(case, backend)
             job.losses(1)
             job.barrier()
-            began = backend.clock.now()
-            job.losses(_STEPS)
+            began, steps = backend.clock.now(), case.every or _STEPS
+            job.losses(steps)
             job.barrier()
-            return (backend.clock.now() - began) / _STEPS
+            return (backend.clock.now() - began) / steps
 
         with threadpool_limits(1, user_api="blas"), self.options() as options:
             keep_freed_memory()

@@ -10,7 +10,7 @@ from support.hosts.lab import why_no_hosts
 
 from fsdpcore import __version__
 from fsdpcore.bench.harness import options, record, table
-from fsdpcore.core.errors import ConfigError
+from fsdpcore.core.errors import ArgumentError, ConfigError
 from hosts_bench import collectives, training
 from hosts_bench.cases import SCENARIOS, TRAININGS
 from hosts_bench.request import ENCRYPTED, SIMULATED, HostsRun, error
@@ -32,6 +32,11 @@ def check(request: HostsRun) -> None:
     options.check_known("--against", request.against, PEERS)
     options.check_torch([peer for peer in request.against if peer == GLOO])
     options.check_writable(request.json)
+    if ENCRYPTED in request.against and "security=none" not in request.transport:
+        raise ArgumentError(
+            "--against encrypted: ours says all of it encrypted already; give it --transport "
+            "'zmq://?security=none'"
+        )
     if why := why_no_hosts():
         raise ConfigError(why)
 

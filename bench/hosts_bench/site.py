@@ -84,14 +84,20 @@ class Site:
         """The team of our ranks."""
         return dict(self.entrants)[OURS]
 
-    def turn(self, case: Case, found: Found) -> None:
-        """Have every contestant do a case once, after a check of its results."""
+    def turn(self, case: Case, found: Found, *, links: bool = True) -> None:
+        """Have every contestant do a case once, after a check of its results.
+
+        Args:
+            case: what to do.
+            found: gets what was found.
+            links: measure the slowest link, too.
+        """
         for name, team in self.entrants:
             team.ask(name, "prepare", case=case.order())
             found.wrong += int(sum(sum(ranks) for ranks in team.ask(name, "check")))
             for _ in range(_WARMUP):
                 _once(team, name)
-            if name == OURS:
+            if name == OURS and links:
                 found.links.append(self.link())
             found.seconds.setdefault(name, []).append(_once(team, name))
             team.ask(name, "release")
@@ -99,7 +105,7 @@ class Site:
     def link(self) -> Link:
         """What plain TCP finds of the slowest link."""
         scenario, hosts = self.scenario, self.lab.hosts
-        size = int((scenario.slowest or scenario.rate) / 8 * _STREAM_SECONDS)
+        size = self._stream
         one, other = hosts[0], hosts[-1]
         around = [(host, hosts[host.number - 1]) for host in hosts]
         return Link(
@@ -114,12 +120,20 @@ class Site:
         """Bytes per second at which it carries one stream, those of headers too."""
         before, goodput = self.sent(), self.link().goodput
         # One stream, and one from each host. What warms the link up is a quarter of each.
-        size = 2 * 1.25 * self.scenario.rate / 8 * _STREAM_SECONDS
-        return goodput * (self.sent() - before) / size
+        return goodput * self.sent_since(before) / (2 * 1.25 * self._stream)
 
-    def sent(self) -> float:
-        """Bytes that the host that sends the most has sent."""
-        return max(self.lab.sent(host.number) for host in self.lab)
+    @property
+    def _stream(self) -> int:
+        """Bytes of a plain stream over the slowest link."""
+        return int((self.scenario.slowest or self.scenario.rate) / 8 * _STREAM_SECONDS)
+
+    def sent(self) -> list[float]:
+        """Bytes that each host has sent."""
+        return [self.lab.sent(host.number) for host in self.lab]
+
+    def sent_since(self, before: Sequence[float]) -> float:
+        """Bytes that the host that has sent the most since then has sent."""
+        return max(now - then for now, then in zip(self.sent(), before, strict=True))
 
     def costs(self) -> Costs:
         """What our ranks choose algorithms by, in the job that is prepared."""

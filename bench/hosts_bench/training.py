@@ -100,7 +100,7 @@ def _train(
         before = site.sent()
         took = max(run_seconds(teams[name], name, 0, steps)) / steps
         if name == OURS:
-            moved.append((site.sent() - before) / steps)
+            moved.append(site.sent_since(before) / steps)
             rates.append(site.rate_with_headers())
         return took
 
