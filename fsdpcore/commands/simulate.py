@@ -30,7 +30,7 @@ from fsdpcore.core.errors import ArgumentError
 from fsdpcore.fsdp.plan.choice import candidates, in_words
 from fsdpcore.fsdp.plan.sizes import even_units
 from fsdpcore.fsdp.sharding.strategy import STRATEGIES, Strategy
-from fsdpcore.simulation.network import Network
+from fsdpcore.simulation.network_file import named
 
 _PREFETCH = (0, 1, 2)  # of a sweep
 _NEARLY = 1.002
@@ -91,11 +91,22 @@ class Simulated:
             found.update({link: nbytes * use.calls for link, nbytes in use.carried.items()})
         return found
 
+    def slowest(self, rates: Mapping[str, float]) -> tuple[str, float] | None:
+        """The link that needs the most time for what it carries, and how many seconds.
+
+        Args:
+            rates: bytes per second of each link.
+        """
+        busy = {link: nbytes / rates[link] for link, nbytes in self.carried.items()}
+        return max(busy.items(), key=lambda each: each[1], default=None)
+
 
 def simulate(
-    ranks: Annotated[int, typer.Option(help="Number of ranks.")],
-    params: Annotated[float, typer.Option(help="Number of parameters, such as 7e9.")],
-    layers: Annotated[int, typer.Option(help="Units that the parameters are spread over.")],
+    ranks: Annotated[int, typer.Option(min=1, max=1_000_000, help="Number of ranks.")],
+    params: Annotated[
+        float, typer.Option(min=1, max=1e18, help="Number of parameters, such as 7e9.")
+    ],
+    layers: Annotated[int, typer.Option(min=1, help="Units that the parameters are spread over.")],
     network: Annotated[
         str, typer.Option(help="File that describes the network; by default, hosts of 8 H100.")
     ] = "default",
@@ -105,7 +116,7 @@ def simulate(
         str, typer.Option(help="true, false, or how many ranks gather for the backward pass.")
     ] = "true",
     shard_group_size: Annotated[
-        int | None, typer.Option(help="Of hybrid_shard: how many ranks share a copy.")
+        int | None, typer.Option(help="How many ranks share a copy; hybrid_shard needs it.")
     ] = None,
     prefetch: Annotated[int, typer.Option(help="Units that are gathered ahead.")] = 1,
     sweep: Annotated[
@@ -132,11 +143,13 @@ def simulate(
             check_installed()
             check_writable(plot)
         limit = None if memory is None else parse_memory(memory)
-        scenario = Scenario(params, layers, tokens, Network.named(network).flops)
+        described = named(network)
+        scenario = Scenario(params, layers, tokens, described.flops)
         wanted = Strategy(strategy, parse_reshard(reshard_after_forward), shard_group_size)
         chosen = [(wanted, prefetch)]
         if sweep:
-            chosen = [(each, ahead) for each in candidates(ranks, wanted) for ahead in _PREFETCH]
+            depths = sorted({*_PREFETCH, prefetch})
+            chosen = [(each, ahead) for each in candidates(ranks, wanted) for ahead in depths]
         began = time.perf_counter()
         (steps,) = fc.launch(
             _play,
@@ -153,14 +166,15 @@ def simulate(
         took = time.perf_counter() - began
         if plot is not None:
             _draw(plot, steps, f"{text.count(params)} parameters, {ranks} ranks")
+    rates = {described.link_name(link): described.rate(link) for link in described.links_of(ranks)}
     if json:
-        typer.echo(json_format.dumps([_as_dict(step, limit) for step in steps], indent=2))
-        return
-    parts = [_one(steps[0], scenario, ranks)] if len(steps) == 1 else []
-    parts.append(_table(steps, scenario, limit))
-    parts.append(_verdict(steps, limit) if sweep else "")
-    typer.echo("\n\n".join(part for part in parts if part))
-    typer.echo(f"\nsimulated in {took:.1f} s", err=True)
+        typer.echo(json_format.dumps([_as_dict(step, limit, rates) for step in steps], indent=2))
+    else:
+        parts = [] if sweep else [_one(steps[0], scenario, ranks, rates)]
+        parts.append(_table(steps, scenario, limit))
+        parts.append(_verdict(steps, limit) if sweep else "")
+        typer.echo("\n\n".join(part for part in parts if part))
+        typer.echo(f"\nsimulated in {took:.1f} s", err=True)
     if limit is not None and all(step.peak_bytes > limit for step in steps):
         raise typer.Exit(NOTHING_FITS)
 
@@ -204,7 +218,7 @@ def _step(backend: fc.Backend, scenario: Scenario, strategy: Strategy, ahead: in
     )
 
 
-def _one(step: Simulated, scenario: Scenario, ranks: int) -> str:
+def _one(step: Simulated, scenario: Scenario, ranks: int, rates: Mapping[str, float]) -> str:
     """One step in detail: its collectives, and what the links carry."""
     rows = [
         (
@@ -220,18 +234,20 @@ def _one(step: Simulated, scenario: Scenario, ranks: int) -> str:
         for use in step.collectives
     ]
     header = ("collective", "algorithm", "ranks", "bytes", "number", "each", "together", "by")
-    links = step.carried
+    links, large = step.carried, [use for use in step.collectives if use.nbytes]
+    unknown = sum(use.calls for use in large if not use.carried)
     lines = [
         f"{text.count(scenario.params)} parameters in {scenario.layers} units on {ranks} ranks, "
         f"{scenario.tokens} tokens each: {step.words}",
         text.columns(header, rows, left=2),
     ]
-    if links:
-        most = max(links, key=lambda link: links[link])
-        rate = links[most] / step.seconds
+    slowest = step.slowest(rates)
+    if slowest is not None:
+        link, seconds = slowest
         lines.append(
-            f"{len(links)} links carry {text.size(sum(links.values()) / len(links))} on the "
-            f"average; most {most}: {text.size(links[most])}, {text.size(rate)}/s"
+            f"the slowest link, {link}, carries {text.size(links[link])}: at "
+            f"{text.size(rates[link])}/s that takes {text.duration(seconds)} of the step"
+            + (f"; {unknown} collectives told by a formula are not in it" if unknown else "")
         )
     return "\n\n".join(lines)
 
@@ -267,9 +283,13 @@ def _verdict(steps: Sequence[Simulated], limit: int | None) -> str:
     return f"fastest{where}: {best.words}"
 
 
-def _as_dict(step: Simulated, limit: int | None) -> dict[str, Any]:
-    fits = None if limit is None else step.peak_bytes <= limit
-    return {**dataclasses.asdict(step), "strategy": in_words(step.strategy), "fits": fits}
+def _as_dict(step: Simulated, limit: int | None, rates: Mapping[str, float]) -> dict[str, Any]:
+    return {
+        **dataclasses.asdict(step),
+        "strategy": in_words(step.strategy),
+        "slowest_link": step.slowest(rates),
+        "fits": None if limit is None else step.peak_bytes <= limit,
+    }
 
 
 def _draw(path: Path, steps: Sequence[Simulated], title: str) -> None:

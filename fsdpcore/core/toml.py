@@ -32,11 +32,11 @@ class Table(dict[str, Any]):
                 raise ConfigError(f"{self.where}: unknown key {key!r}{nearest(key, names)}")
 
     def tables(self, key: str) -> list[Table]:
-        """Return the list of tables of a key, each with its place; none where there is no key."""
+        """Return the list of tables of a key, each with its number; none where there is no key."""
         entries = self.get(key, [])
         if not isinstance(entries, list):
             raise ConfigError(f"{self.where} {key} is not a list of tables")
-        return [Table(entry, f"{self.where} {key}") for entry in entries]
+        return [Table(entry, f"{self.where} {key} {n}") for n, entry in enumerate(entries, 1)]
 
 
 def parse_toml(text: str, source: str) -> Table:

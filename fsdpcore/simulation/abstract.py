@@ -2,7 +2,8 @@
 
 They are NumPy's, on memory that is reserved and never touched: their shapes, views and addresses
 are real. What would read or write values does nothing, in no time, so that a model of any size
-goes through the same code as one that is trained.
+goes through the same code as one that is trained. That is so of arithmetic, of reductions and of
+the functions below; all others are NumPy's, which reads what is there: zeros.
 """
 
 from __future__ import annotations
@@ -51,15 +52,16 @@ class AbstractArray(np.ndarray[Any, Any]):
         if method != "__call__" or (ufunc.signature is not None and ufunc is not np.matmul):
             return NotImplemented
         shape = _product(*shapes) if ufunc is np.matmul else np.broadcast_shapes(*shapes)
-        dtypes = [each.dtype if isinstance(each, np.ndarray) else type(each) for each in inputs]
-        return abstract(shape, ufunc.resolve_dtypes((*dtypes, None))[-1])
+        kinds = [_kind(each) for each in inputs]
+        dtype = options.get("dtype") or ufunc.resolve_dtypes((*kinds, None))[-1]
+        return abstract(shape, dtype)
 
     def __array_function__(self, func: Any, types: Any, args: Any, options: Any) -> Any:
         if func is np.copyto:
             return None
         if func is np.dot and args[0].ndim == args[1].ndim == 1:
             return args[0].dtype.type(0)
-        if func is np.concatenate and options.get("axis", 0) == 0:
+        if func is np.concatenate and (*args[1:], options.get("axis", 0))[0] == 0:
             if options.get("out") is not None:
                 return options["out"]
             parts = args[0]
@@ -112,10 +114,13 @@ def _reduced(ufunc: np.ufunc, array: Array, options: dict[str, Any]) -> Any:
     keep = options.get("keepdims", False)
     kept = [(n, size) for n, size in enumerate(array.shape) if keep or n not in left]
     sizes = [1 if n in left else size for n, size in kept]
-    dtype = ufunc.resolve_dtypes((array.dtype, array.dtype, None))[-1]
-    if sizes:
-        return abstract(sizes, dtype)
-    return np.True_ if dtype == np.bool_ else dtype.type(0)
+    dtype = ufunc.reduce(np.zeros(1, array.dtype), dtype=options.get("dtype")).dtype
+    return abstract(sizes, dtype) if sizes else dtype.type(ufunc is np.logical_and)
+
+
+def _kind(value: Any) -> Any:
+    """The dtype of an operand; the type of a number of Python, which has none of its own."""
+    return type(value) if type(value) in (int, float, complex) else np.asarray(value).dtype
 
 
 def _product(left: tuple[int, ...], right: tuple[int, ...]) -> tuple[int, ...]:

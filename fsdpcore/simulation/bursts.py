@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 # By how much a link is faster than its rate while its bucket is not empty, and how few bytes are
 # nothing. What ends within that part of the time is one moment.
-_FASTER, _DROP = 100.0, 1.0
+FASTER, _DROP = 100.0, 1.0
 _ROUNDING = 64 * float(np.finfo(np.float64).eps)
 
 
@@ -40,7 +40,7 @@ class Bucket:
         if now >= self.empty * (1 - _ROUNDING):
             left = 0.0
         self.left, self.since = min(max(left, 0.0), self.size), now
-        return self.rate * (_FASTER if self.left > _DROP else 1.0)
+        return self.rate * (FASTER if self.left > _DROP else 1.0)
 
     def carry(self, used: float) -> None:
         """Have the link carry so many bytes per second from then on."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from fsdpcore.simulation.bursts import Bucket, Bursts
+from fsdpcore.simulation.bursts import FASTER, Bucket, Bursts
 from fsdpcore.simulation.network import Network
 from fsdpcore.simulation.sharing import fair_rates
 
@@ -196,7 +196,10 @@ class Flows:
             self._next = min(self._next, self._bursts.next_end())
 
     def _spread(self, links: Sequence[int], limits: NDArray[np.float64]) -> None:
-        """Lower the limits of links that go to several others."""
+        """Lower the limits of links that go to several others; these have no bursts meanwhile.
+
+        What a link does not carry then would come back as a burst, and it would carry all again.
+        """
         for at, link in enumerate(links):
             most = self._spreads.get(link, math.inf)
             if most < limits[at] and len(self._ways_on(link)) > 1:
@@ -272,7 +275,8 @@ def _limits(network: Network, world_size: int) -> NDArray[np.float64]:
         for member, up in enumerate(ups):
             rate = network.rate(up)
             if rate < below[member]:
-                limits[up : up + 2] = below[member] = rate
+                limits[up : up + 2] = rate
+                below[member] = min(rate * (FASTER if network.burst(up) else 1), below[member])
     return limits
 
 

@@ -1,52 +1,17 @@
-"""The model of a network: a tree of switches over the ranks, and what a rank itself takes.
-
-A file of it is TOML. Rates are bytes per second or text ("100Mbit", "25GB/s", "inf"), times are
-seconds or text ("5us")::
-
-    [[level]]                # from the ranks upwards: eight ranks make a host
-    name = "host"
-    size = 8
-    rate = "450GB/s"         # of each rank's link, each way
-    latency = "2us"          # of a message from rank to rank within a host, one way, in all
-
-    [[level]]
-    name = "rack"            # the last level has all hosts that are left: size = 0
-    size = 0
-    rate = "50GB/s"          # of each host's link to its rack
-    latency = "10us"
-    burst = "1MB"            # optional, and so are spread and cores: see ``Level``
-
-    [[link]]                 # what a single member's link differs in
-    member = "host 3"
-    rate = "100Mbit"
-
-    [compute]                # optional, and so is each of its keys
-    flops = 4e14
-    message = "2us"
-    wake = "20us"
-    copy = "1GB/s"
-    reduce = "1TB/s"
-    eager = "64KiB"
-    ahead = "256KiB"
-    memory = "5GB/s"
-    speed = 0.5
-"""
+"""The model of a network: a tree of switches over the ranks, and what a rank itself takes."""
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from pathlib import Path
-from typing import Any
 
 from fsdpcore.core.checks import as_finite, as_int, as_name
 from fsdpcore.core.errors import ConfigError
-from fsdpcore.core.quantities import as_rate, as_seconds, as_size
+from fsdpcore.core.quantities import as_rate, as_seconds
 from fsdpcore.core.text import nearest
-from fsdpcore.core.toml import Table, parse_toml
 
 HOST = "host"
 _RANK = "rank"
@@ -81,11 +46,12 @@ class Level:
     def __post_init__(self) -> None:
         what = f"level {as_name(self.name, 'name of a level', error=ConfigError)!r}"
         size = as_int(self.size, f"{what}: size", minimum=0, error=ConfigError)
-        object.__setattr__(self, "size", size)
-        as_rate(self.rate, f"{what}: rate", error=ConfigError)
-        as_seconds(self.latency, f"{what}: latency", error=ConfigError)
+        rate = as_rate(self.rate, f"{what}: rate", error=ConfigError)
+        latency = as_seconds(self.latency, f"{what}: latency", error=ConfigError)
+        for name, value in {"size": size, "rate": rate, "latency": latency}.items():
+            object.__setattr__(self, name, value)
         as_int(self.burst, f"{what}: burst", minimum=0, error=ConfigError)
-        _part(self.spread, f"{what}: spread", error=ConfigError)
+        as_part(self.spread, f"{what}: spread", error=ConfigError)
         as_int(self.cores, f"{what}: cores", minimum=0, error=ConfigError)
 
 
@@ -160,40 +126,11 @@ class Network:
         for level in self.levels[:-1]:
             if level.size == 0:
                 raise ConfigError(f"level {level.name!r}: only the last level has size = 0")
-        _ = self._exceptions, self._sharing
-
-    @classmethod
-    def named(cls, name: str) -> Network:
-        """Return the one that is called "default", or read a file; raises as ``read`` does."""
-        return DEFAULT if name == "default" else cls.read(Path(name))
-
-    @classmethod
-    def read(cls, path: Path) -> Network:
-        """Read a file; this module's text says what is in it.
-
-        Raises:
-            ConfigError: it cannot be read, or something in it is wrong.
-        """
-        source = f"network {path}"
-        try:
-            text = path.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"{source} cannot be read: {error}") from error
-        file = parse_toml(text, source)
-        file.check_keys(("level", "link", "compute"))
-        levels = tuple(Level(**_values(each, _LEVEL, _NEEDED)) for each in file.tables("level"))
-        links: dict[str, Link] = {}
-        for each in file.tables("link"):
-            values = _values(each, _LINK, ("member",))
-            member = values.pop("member")
-            if member in links:
-                raise ConfigError(f"{each.where}: two for {member!r}")
-            links[member] = Link(**values)
-        compute = _values(Table(file.get("compute", {}), f"{source}: compute"), _COMPUTE, ())
-        try:
-            return cls(levels, links, **compute)
-        except ConfigError as error:
-            raise ConfigError(f"{source}: {error}") from None
+        if self.copy < math.inf and not self.cores:
+            raise ConfigError(
+                "copy is of cores that ranks share, and there are none: give a level its cores"
+            )
+        _ = self._exceptions
 
     def hosts(self, world_size: int) -> list[int]:
         """Return the number of each rank's host.
@@ -238,6 +175,13 @@ class Network:
         """Return the number of the link from a member up to a level; the next is the one down."""
         return (member * len(self.levels) + level) * 2
 
+    def links_of(self, world_size: int) -> Iterator[int]:
+        """Give the numbers of all directed links that so many ranks have."""
+        for level in range(len(self.levels)):
+            for member in range(self.members(level, world_size)):
+                up = self.link(level, member)
+                yield from (up, up + 1)
+
     def route(self, src: int, dst: int) -> tuple[tuple[int, ...], float]:
         """Return the directed links that a message crosses, and the seconds of its latency.
 
@@ -265,6 +209,20 @@ class Network:
         """Return the part of its rate that a link carries while it goes to several others."""
         level = link // 2 % len(self.levels)
         return 1.0 if link % 2 else self.levels[level].spread
+
+    def without_bursts(self) -> Network:
+        """Return the same network, whose links let nothing pass faster than their rate."""
+        levels = tuple(replace(level, burst=0) for level in self.levels)
+        links = {member: replace(link, burst=0) for member, link in self.links.items()}
+        return replace(self, levels=levels, links=links)
+
+    def slowest(self, level: int) -> tuple[float, float]:
+        """Return the lowest rate and the longest latency of links that lead up to a level."""
+        usual = self.levels[level]
+        own = [link for (at, _), link in self._exceptions.items() if at == level]
+        rates = [usual.rate, *(link.rate for link in own if link.rate is not None)]
+        latencies = [usual.latency, *(link.latency for link in own if link.latency is not None)]
+        return min(rates), max(latencies)
 
     @cached_property
     def cores(self) -> int:
@@ -301,7 +259,7 @@ class Network:
         known = [self._below(level) for level in range(len(self.levels))]
         found = {}
         for name, link in self.links.items():
-            match = re.fullmatch(r"(.+) (\d+)", name)
+            match = re.fullmatch(r"(.+) (\d{1,9})", name)
             if match is None or match[1] not in known:
                 hint = nearest(name.partition(" ")[0], known)
                 names = ", ".join(known)
@@ -344,66 +302,14 @@ class Network:
 
 _USUAL = Link()
 
-Reader = Callable[..., Any]
 
-
-def _values(table: Table, readers: Mapping[str, Reader], needed: Any) -> dict[str, Any]:
-    """Read a table's values, each by the reader of its key."""
-    table.check_keys(readers)
-    for key in needed:
-        if key not in table:
-            raise ConfigError(f"{table.where}: {key} is missing")
-    return {
-        key: readers[key](value, f"{table.where}: {key}", error=ConfigError)
-        for key, value in table.items()
-    }
-
-
-def _positive(value: object, what: str, *, error: type[ConfigError]) -> float:
+def as_part(value: object, what: str, *, error: type[ConfigError]) -> float:
+    """Return a part of a rate as a float; raise ``error`` if it is none."""
     number = as_finite(value, what, error=error)
-    if not 1e-30 < number < 1e30:
-        raise error(f"{what} must be a positive number, got {value!r}")
+    if not 1e-3 <= number <= 1:
+        raise error(f"{what} must be a number from 0.001 to 1, got {value!r}")
     return number
 
-
-def _part(value: object, what: str, *, error: type[ConfigError]) -> float:
-    number = as_finite(value, what, error=error)
-    if not 0 < number <= 1:
-        raise error(f"{what} must be above 0 and at most 1, got {value!r}")
-    return number
-
-
-def _size(value: object, what: str, *, error: type[ConfigError]) -> int:
-    return as_int(value, what, minimum=0, error=error)
-
-
-_LEVEL: dict[str, Reader] = {
-    "name": as_name,
-    "size": _size,
-    "rate": as_rate,
-    "latency": as_seconds,
-    "burst": as_size,
-    "spread": _part,
-    "cores": _size,
-}
-_NEEDED = "name", "size", "rate", "latency"
-_LINK: dict[str, Reader] = {
-    "member": as_name,
-    "rate": as_rate,
-    "latency": as_seconds,
-    "burst": as_size,
-}
-_COMPUTE: dict[str, Reader] = {
-    "flops": _positive,
-    "message": as_seconds,
-    "wake": as_seconds,
-    "copy": as_rate,
-    "reduce": as_rate,
-    "eager": as_size,
-    "ahead": as_size,
-    "memory": as_rate,
-    "speed": _positive,
-}
 
 # What is used without a file: hosts of eight H100 GPUs, each host with eight ports of 400 Gbit/s,
 # on switches that are never full. From NVIDIA's data sheets of H100 SXM and DGX H100: NVLink moves

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
+from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +18,11 @@ import fsdpcore as fc
 from fsdpcore.bench.harness.memory import peak_rss, reset_peak
 from fsdpcore.collectives.selection.choose import cheapest, choose
 from fsdpcore.collectives.selection.table import ALGORITHMS
+from fsdpcore.comm.transport import transport_of
 from fsdpcore.commands.main import app
+from fsdpcore.core import text
 from fsdpcore.core.errors import ConfigError
+from fsdpcore.core.text import count, duration, size
 from fsdpcore.simulation.abstract import AbstractArray, abstract
 
 
@@ -77,6 +83,18 @@ def test_one_rank_chooses_as_all_do(tmp_path: Path, collective: str) -> None:
     assert launch(main, 16, network=path, played="one") == everyone[:1]
 
 
+@pytest.mark.parametrize("p", [2, 5, 8])
+def test_a_barrier_of_one_rank_takes_as_long_as_of_all(network: str, p: int) -> None:
+    def main(backend: fc.Backend) -> float:
+        backend.barrier()
+        began = backend.clock.now()
+        backend.barrier()
+        return backend.clock.now() - began
+
+    everyone = max(launch(main, p, network=network))
+    assert launch(main, p, network=network, played="one") == [pytest.approx(everyone, rel=0.01)]
+
+
 def _results(backend: fc.Backend) -> list[Any]:
     """What rank 0 gets of every collective, where all ranks give the same."""
     x = np.arange(12.0).reshape(6, 2)
@@ -114,6 +132,93 @@ def test_formulas_know_who_shares_a_link(monkeypatch: pytest.MonkeyPatch) -> Non
     assert alone == pytest.approx(everyone, rel=0.2)
 
 
+@pytest.mark.parametrize("algorithm", ["direct", "ring"])
+def test_formulas_know_how_many_of_a_host_send_over_its_link(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, algorithm: str
+) -> None:
+    """All four at once, or one of them where neighbours send to each other."""
+
+    def main(backend: fc.Backend) -> float:
+        part, whole = backend.empty(1_000_000), backend.empty(32_000_000)
+        backend.barrier()
+        backend.clock.sleep(1 - backend.clock.now())
+        fc.all_gather(part, backend, out=whole, algorithm=algorithm)
+        return backend.clock.now() - 1
+
+    path = network_file(tmp_path, NETWORK.replace("size = 1", "size = 4"))
+    everyone = max(launch(main, 32, network=path, arrays="abstract"))
+    monkeypatch.setattr("fsdpcore.transports.simulated.lone._MOST", 0)
+    (alone,) = launch(main, 32, network=path, arrays="abstract", played="one")
+    assert alone == pytest.approx(everyone, rel=0.2)
+
+
+def test_formulas_know_what_links_carry(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All groups of every 8th rank, as those that are simulated do."""
+
+    def main(backend: fc.Backend) -> dict[str, int]:
+        group = backend.sub(range(backend.rank, 64, 8))
+        array = backend.empty(4_000_000)
+        fc.all_reduce(array, group, out=array, algorithm="ring")
+        uses = transport_of(backend).alike.drain()
+        return {link: n for use in uses for link, n in use.carried.items()}
+
+    path = str(Path(__file__).parents[2] / "examples" / "networks" / "gpu_cluster.toml")
+    options = {"network": path, "arrays": "abstract", "played": "one"}
+    (found,) = launch(main, 64, **options)
+    assert len(found) > 64
+    monkeypatch.setattr("fsdpcore.transports.simulated.lone._MOST", 0)
+    assert launch(main, 64, **options) == [found]
+
+
+@pytest.mark.parametrize("worse", ["rate = '1MB/s'", "latency = 0.05"])
+def test_formulas_know_the_slowest_link_and_its_trips(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, worse: str
+) -> None:
+    """A large message goes to and fro, and the bytes after it."""
+    exception = f"[[link]]\nmember = 'host 3'\n{worse}\n"
+    path = network_file(tmp_path, NETWORK.replace("[compute]", exception + "[compute]"))
+
+    def main(backend: fc.Backend) -> float:
+        backend.barrier()
+        backend.clock.sleep(1 - backend.clock.now())
+        out = backend.empty(100_000)
+        fc.all_gather(backend.empty(25_000), backend, out=out, algorithm="direct")
+        return backend.clock.now() - 1
+
+    everyone = max(launch(main, 4, network=path, arrays="abstract"))
+    monkeypatch.setattr("fsdpcore.transports.simulated.lone._MOST", 0)
+    (alone,) = launch(main, 4, network=path, arrays="abstract", played="one")
+    assert alone == pytest.approx(everyone, rel=0.05)
+
+
+@pytest.mark.parametrize("collective", ["all_reduce", "all_to_all"])
+def test_one_rank_stands_for_groups_that_are_alike(network: str, collective: str) -> None:
+    def main(backend: fc.Backend) -> None:
+        group = backend.sub([0, 1, 5])
+        getattr(fc, collective)(backend.empty(3), group)
+
+    with pytest.raises(fc.RankFailedError, match="one of several that are alike"):
+        launch(main, 8, network=network, played="one", arrays="abstract")
+
+
+def test_one_rank_counts_on_no_bursts(tmp_path: Path) -> None:
+    """It does not know how much of one is left when the next collective begins."""
+
+    def main(backend: fc.Backend) -> float:
+        for _ in range(3):
+            fc.all_reduce(backend.empty(1_000_000), backend)
+        return backend.clock.now()
+
+    def seconds(old: str, new: str) -> float:
+        path = network_file(tmp_path, NETWORK.replace(old, new))
+        (found,) = launch(main, 4, network=path, arrays="abstract", played="one")
+        return float(found)
+
+    plain = seconds("", "")
+    assert plain > 3 * 2 * 3 / 4 * 4e6 / 100e6
+    assert seconds('latency = "1ms"', 'latency = "1ms"\nburst = "10MB"') == plain
+
+
 def test_one_rank_does_not_stand_for_those_that_share_memory(tmp_path: Path) -> None:
     path = tmp_path / "network.toml"
     path.write_text(NETWORK + 'memory = "2GB/s"\n')
@@ -141,8 +246,37 @@ def test_abstract_arrays_take_no_memory() -> None:
     np.copyto(array, array)
     assert array.nbytes == 4 * 10**12
     assert isinstance((array * 2)[10:20].reshape(2, 5).view(np.uint8), AbstractArray)
-    assert (abstract((4, 3), np.float64) @ abstract((3, 5), np.float64)).shape == (4, 5)
+    shapes = [((4, 3), (3, 5)), ((4, 3), (6, 3, 5)), ((7, 1, 4, 3), (6, 3, 5)), ((6, 4, 3), (3,))]
+    for left, right in shapes:
+        wanted = (np.empty(left) @ np.empty(right)).shape
+        assert (abstract(left, np.float64) @ abstract(right, np.float64)).shape == wanted
     assert not abstract(10**9, np.float32).sum()
+
+
+@pytest.mark.parametrize(
+    "compute",
+    [
+        lambda a, n: np.add(a, 1, dtype="f8"),
+        lambda a, n: a.sum(axis=0, dtype="f8"),
+        lambda a, n: n.sum(axis=0),
+        lambda a, n: n.sum(),
+        lambda a, n: a * np.float32(2),
+        lambda a, n: a * np.float64(2),
+        lambda a, n: a * True,
+        lambda a, n: a + n,
+        lambda a, n: np.concatenate([a, a], 1),
+        lambda a, n: np.concatenate([a, a], axis=0),
+        lambda a, n: np.isfinite(a).all(),
+        lambda a, n: np.isnan(a).any(),
+        lambda a, n: np.isfinite(a).all(axis=1, keepdims=True),
+    ],
+)
+def test_abstract_arrays_are_as_zeros(compute: Callable[[Any, Any], Any]) -> None:
+    kinds = np.dtype("f4"), np.dtype("i4")
+    found = compute(*(abstract((2, 3), kind) for kind in kinds))
+    expected = compute(*(np.zeros((2, 3), kind) for kind in kinds))
+    assert (found.shape, found.dtype) == (expected.shape, expected.dtype)
+    assert found.shape or found == expected
 
 
 @pytest.mark.parametrize("collective", ["all_gather", "reduce_scatter", "all_reduce", "broadcast"])
@@ -162,19 +296,20 @@ def test_no_algorithm_touches_abstract_arrays(collective: str) -> None:
     assert peak_rss() - before < 4 * count * p
 
 
-def _simulated(*words: str) -> str:
+def _simulated(*words: str, exit_code: int = 0) -> str:
     options = ["--ranks", "16", "--params", "1e8", "--layers", "2", "--tokens", "1000", *words]
     result = CliRunner().invoke(app, ["simulate", *options])
-    assert result.exit_code == 0, result.output
+    assert result.exit_code == exit_code, result.output
     return result.output
 
 
 def test_simulate_command_says_what_is_fastest() -> None:
     reset_peak()
     before = peak_rss()
-    output = _simulated("--sweep", "--memory", "1GB")
+    output = _simulated("--sweep", "--memory", "1GB", "--prefetch", "3")
     assert peak_rss() - before < 3e8, "a rank of no_shard holds 1.6 GB, and none of it is made"
-    steps = json.loads(_simulated("--sweep", "--json"))
+    steps = json.loads(_simulated("--sweep", "--json", "--prefetch", "3"))
+    assert {step["prefetch"] for step in steps} == {0, 1, 2, 3}
     fitting = [step for step in steps if step["peak_bytes"] <= 1e9]
     assert 0 < len(fitting) < len(steps)
     most = 1.002 * min(step["seconds"] for step in fitting)
@@ -182,6 +317,17 @@ def test_simulate_command_says_what_is_fastest() -> None:
     best = min(fast, key=lambda step: (step["peak_bytes"], step["seconds"]))
     words = f"--strategy {best['strategy']} --prefetch {best['prefetch']}"
     assert f"fastest of those that fit 1.00 GB: {words}" in output
+
+
+@pytest.mark.parametrize("words", [[], ["--json"], ["--sweep"]])
+def test_simulate_command_says_that_nothing_fits(words: list[str]) -> None:
+    _simulated("--memory", "1MB", *words, exit_code=1)
+
+
+def test_simulate_command_says_what_its_links_leave_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "told by a formula" not in _simulated()
+    monkeypatch.setattr("fsdpcore.transports.simulated.lone._MOST", 10)
+    assert "collectives told by a formula are not in it" in _simulated()
 
 
 def test_simulate_command_computes_as_long_as_the_model_takes() -> None:
@@ -193,6 +339,18 @@ def test_simulate_command_computes_as_long_as_the_model_takes() -> None:
     calls = {use["collective"]: use["calls"] for use in gathers}
     assert calls == {"all_gather": 4, "reduce_scatter": 2}
     assert all(use["carried"] for use in gathers)
+
+
+def test_simulate_command_counts_the_tokens_of_whole_steps() -> None:
+    (step,) = json.loads(_simulated("--json"))
+    lines = [re.split(r"\s{2,}", line.strip()) for line in _simulated().splitlines()]
+    (header,) = [line for line in lines if line[0] == "strategy"]
+    row = dict(zip(header, lines[lines.index(header) + 1], strict=False))
+    assert row["step"] == duration(step["seconds"])
+    assert row["exposed"] == duration(step["exposed"])
+    assert row["tokens/s of a rank"] == count(1000 / step["seconds"])
+    assert row["peak"] == size(step["peak_bytes"])
+    assert row["sent"] == size(step["bytes_sent"])
 
 
 def test_large_messages_of_one_rank_are_asked_for(tmp_path: Path) -> None:
@@ -221,7 +379,21 @@ def test_links_carry_what_the_collective_moves() -> None:
     assert "ring" in {use["algorithm"] for use in step["collectives"]}
 
 
-def test_simulate_command_says_which_link_carries_most() -> None:
-    (step,) = json.loads(_simulated("--json"))
-    most = sum(max(use["carried"].values()) * use["calls"] for use in step["collectives"])
-    assert f"most host 1 -> cluster: {most / 1e9:.2f} GB" in _simulated()
+@pytest.mark.parametrize(
+    ("rank", "host", "name"), [("1GB/s", "99GB/s", "rank"), ("99GB/s", "1GB/s", "host")]
+)
+def test_simulate_command_names_the_slowest_link(
+    tmp_path: Path, rank: str, host: str, name: str
+) -> None:
+    """Also where a faster one carries more."""
+    file = NETWORK.replace("size = 1", "size = 8").replace('"inf"', f'"{rank}"', 1)
+    file = file.replace('"100MB/s"', f'"{host}"')
+    words = ["--network", network_file(tmp_path, file), "--strategy", "no_shard"]
+    (step,) = json.loads(_simulated("--json", *words))
+    carried = Counter[str]()
+    for use in step["collectives"]:
+        carried.update({link: n * use["calls"] for link, n in use["carried"].items()})
+    found, seconds = step["slowest_link"]
+    assert seconds == pytest.approx(carried[found] / 1e9)
+    assert found.startswith(name)
+    assert f"the slowest link, {found}, carries {text.size(carried[found])}" in _simulated(*words)

@@ -88,6 +88,17 @@ def test_who_sends_to_several_others_fills_a_part_of_the_link(burst):
     assert flows.rate(more) == (100 * 100 if burst else 100)
 
 
+def test_who_sends_farther_fills_a_part_of_the_link_too():
+    """Hosts of two ranks, racks of two hosts: only a host's link is slow."""
+    made = network((2, 1e6), (2, 100.0), (0, 1e6))
+    host, rack, site = made.levels
+    rack = dataclasses.replace(rack, spread=0.8)
+    for other, rate in [(2, 40.0), (6, 40.0), (8, 40.0), (5, 50.0)]:  # 5 is on the host of 4
+        flows = Flows(dataclasses.replace(made, levels=(host, rack, site)), 12)
+        found = [flows.start(0.0, 0, 4, 100), flows.start(0.0, 1, other, 100)]
+        assert [flows.rate(flow) for flow in found] == pytest.approx([rate] * 2), other
+
+
 def test_what_needs_no_time_ends_at_once():
     flows = Flows(network((2, math.inf), (0, 100.0)), 4)
     begun = [flows.start(1.0, 0, 2, 0), flows.start(1.0, 3, 3, 10), flows.start(1.0, 0, 1, 10)]
@@ -180,6 +191,13 @@ def test_a_link_that_rested_lets_some_bytes_pass_at_once():
     flows.ended(90.0)
     flows.start(90.0, 0, 1, 100)  # as much as there may be
     assert ends(flows) == pytest.approx([90.5])
+
+
+def test_what_passes_below_at_once_waits_above():
+    first = bursting(1000, (2, 100.0)).levels[0]
+    flows = Flows(Network((first, *network((1, 1.0), (2, 100.0)).levels[1:])), 4)
+    flows.start(0.0, 0, 2, 100)
+    assert ends(flows) == pytest.approx([1.0])
 
 
 def test_two_flows_share_what_passes_at_once():

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from fsdpcore.core.errors import ConfigError
+from fsdpcore.simulation import network_file
 from fsdpcore.simulation.network import DEFAULT, Level, Link, Network
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "networks"
@@ -56,7 +57,7 @@ def read(tmp_path):
     def read(text: str) -> Network:
         file = tmp_path / "net.toml"
         file.write_text(text)
-        return Network.read(file)
+        return network_file.read(file)
 
     return read
 
@@ -76,6 +77,15 @@ def test_a_file_says_all(read):
         reduce=math.inf,
         eager=4096,
     )
+
+
+def test_what_a_file_does_not_say_is_as_documented(read):
+    least = FILE[: FILE.index("[[link]]")].replace('burst = "125KB"\nspread = 0.9\n', "")
+    network = read(least.replace("cores = 4\n", ""))
+    assert (network.flops, network.message, network.wake) == (4e14, 2e-6, 0.0)
+    assert (network.copy, network.reduce) == (math.inf, 1e12)
+    assert (network.eager, network.ahead, network.memory, network.speed) == (65_536, 0, 0.0, 1.0)
+    assert {(each.burst, each.spread, each.cores) for each in network.levels} == {(0, 1.0, 0)}
 
 
 def test_a_route_goes_up_to_where_both_are_under_and_down(read):
@@ -118,14 +128,18 @@ def test_hosts_are_the_members_of_the_level_called_host(read):
     [
         ("[compute]", "[computer]", "unknown key 'computer' (did you mean 'compute'?)"),
         ("flops", "flop", "compute: unknown key 'flop' (did you mean 'flops'?)"),
-        ("size = 2", "sise = 2", "level: unknown key 'sise' (did you mean 'size'?)"),
-        ("size = 2\n", "", "level: size is missing"),
-        ("size = 2", "size = -2", "level: size must be at least 0, got -2"),
+        ("size = 2", "sise = 2", "level 1: unknown key 'sise' (did you mean 'size'?)"),
+        ("size = 2\n", "", "level 1: size is missing"),
+        ("size = 2", "size = -2", "level 1: size must be at least 0, got -2"),
         ("size = 2", "size = 0", "level 'host': only the last level has size = 0"),
-        ('"10GB/s"', '"10Gb/s"', "level: rate must be a rate, as in '100Mbit', '25GB/s' or 'inf'"),
-        ('"10GB/s"', "0", "level: rate must be a rate"),
-        ('"1us"', '"1 min"', "level: latency must be a time, as in '20ms' or '5us', got '1 min'"),
-        ('"1us"', "-1", "level: latency must be a time"),
+        (
+            '"10GB/s"',
+            '"10Gb/s"',
+            "level 1: rate must be a rate, as in '100Mbit', '25GB/s' or",
+        ),
+        ('"10GB/s"', "0", "level 1: rate must be a rate"),
+        ('"1us"', '"1 min"', "level 1: latency must be a time, as in '20ms' or '5us', got '1 min'"),
+        ('"1us"', "-1", "level 1: latency must be a time"),
         ('"rack"', '"host"', "a level is called 'host', as another"),
         ('"rack"', '"rank"', "a level is called 'rank', as another or the ranks are"),
         ('"host 1"', '"hots 1"', "link of 'hots 1': a member is one of rank, host, rack"),
@@ -136,6 +150,7 @@ def test_hosts_are_the_members_of_the_level_called_host(read):
             '"4Kbit"',
             "compute: eager must be a size, as in '64KiB' or '80GB', got '4Kbit'",
         ),
+        ("cores = 4\n", "", "copy is of cores that ranks share, and there are none"),
         ("1e12", "true", "compute: flops must be a real number, got True"),
         ("[compute]", "[[compute]]", "compute is not a table"),
         ("[[link]]", "[link]", "link is not a list of tables"),
@@ -159,20 +174,24 @@ def test_a_link_of_nobody_is_an_error(read):
 
 def test_a_file_that_is_not_there_or_empty_is_an_error(read, tmp_path):
     with pytest.raises(ConfigError, match="cannot be read"):
-        Network.read(tmp_path / "none.toml")
+        network_file.read(tmp_path / "none.toml")
     with pytest.raises(ConfigError, match="at least one level"):
         read("")
 
 
 def test_the_examples_are_read():
-    cluster = Network.read(EXAMPLES / "gpu_cluster.toml")
+    cluster = network_file.read(EXAMPLES / "gpu_cluster.toml")
     assert (cluster.hosts(64)[-1], cluster.spans) == (7, (8, 32, 256, None))
-    machines = Network.read(EXAMPLES / "four_machines.toml")
+    machines = network_file.read(EXAMPLES / "four_machines.toml")
     assert machines.hosts(4) == [0, 1, 2, 3]
     assert machines.rate(machines.route(0, 3)[0][1]) == 12.5e6
     machines.check_room(4)
     with pytest.raises(ConfigError, match="places for 4 ranks"):
         machines.check_room(5)
+
+
+def test_a_level_takes_rates_and_times_in_words():
+    assert Level("host", 0, "1GB/s", "500ms") == Level("host", 0, 1e9, 0.5)
 
 
 def test_a_host_may_stand_above_other_levels():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
 from pathlib import Path
@@ -18,6 +19,7 @@ from fsdpcore.collectives.selection.table import ALGORITHMS
 from fsdpcore.comm.transport import transport_of
 from fsdpcore.core.errors import ConfigError, StateError
 from fsdpcore.core.objects import pack
+from fsdpcore.core.policy import Costs
 from fsdpcore.simulation.fibers import VirtualClock
 from fsdpcore.simulation.network import DEFAULT
 
@@ -41,13 +43,29 @@ def test_hours_pass_at_once() -> None:
 def test_a_deadline_is_of_virtual_time() -> None:
     def main(backend: fc.Backend) -> float:
         if backend.rank == 1:
+            backend.clock.sleep(1)
+            backend.send(np.empty(1), 0)
             backend.clock.sleep(1000)
             return 0.0
+        backend.recv(np.empty(1), 1, timeout=5)  # comes; its deadline is while the next one waits
         with pytest.raises(fc.CommTimeoutError, match="timed out after 30 s"):
             backend.recv(np.empty(1), 1, timeout=30)
         return backend.clock.now()
 
-    assert launch(main, 2)[0] == pytest.approx(30, abs=0.1)
+    assert launch(main, 2)[0] == pytest.approx(31, abs=0.1)
+
+
+def test_a_deadline_ends_what_is_half_sent(network: str) -> None:
+    def main(backend: fc.Backend) -> float:
+        array = np.zeros(40_000_000, np.uint8)  # takes 0.4 s
+        with pytest.raises((fc.CommTimeoutError, fc.PeerFailedError)):
+            if backend.rank:
+                backend.send(array, 0, timeout=0.1)
+            else:
+                backend.recv(array, 1, timeout=0.2)
+        return backend.clock.now()
+
+    assert launch(main, 2, network=network) == pytest.approx([0.1, 0.1], abs=0.02)
 
 
 def test_a_large_object_has_one_deadline() -> None:
@@ -102,6 +120,7 @@ def test_a_thread_of_ones_own_is_refused() -> None:
         ({"clock": "virtual", "played": "some"}, "played must be 'all' or 'one'"),
         ({"compute": "measured"}, "compute= is for ranks in virtual time"),
         ({"clock": "virtual", "network": "default", "hosts": 2}, "hosts= is what the file"),
+        ({"clock": "virtual", "network": "default", "eager_bytes": 8}, "eager_bytes= is what the"),
         (
             {"clock": "virtual", "played": "one", "compute": "measured"},
             "compute=measured needs all ranks",
@@ -114,14 +133,20 @@ def test_wrong_options(options: dict[str, str], words: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("nbytes", "seconds"),
+    ("nbytes", "burst", "seconds"),
     [
-        (800, LATENCY + 800 / RATE),
+        (800, 0, LATENCY + 800 / RATE),
+        (1000, 0, LATENCY + 1000 / RATE),  # as much as goes unasked
         # Its envelope, the answer, and the bytes.
-        (8_000_000, 3 * LATENCY + 8_000_000 / RATE),
+        (1001, 0, 3 * LATENCY + 1001 / RATE),
+        (8_000_000, 0, 3 * LATENCY + 8_000_000 / RATE),
+        (8_000_000, 500_000, 3 * LATENCY + 7_500_000 / RATE),  # the rate changes on the way
     ],
 )
-def test_what_a_message_takes(network: str, nbytes: int, seconds: float) -> None:
+def test_what_a_message_takes(tmp_path: Path, nbytes: int, burst: int, seconds: float) -> None:
+    text = NETWORK.replace('latency = "1ms"', f'latency = "1ms"\nburst = {burst}')
+    network = network_file(tmp_path, text)
+
     def main(backend: fc.Backend) -> float:
         array = np.arange(nbytes, dtype=np.uint8)
         if backend.rank == 0:
@@ -141,7 +166,8 @@ def test_what_is_sent_before_it_is_asked_for(tmp_path: Path, ahead: int, cores: 
     What is asked for comes behind that, also where cores move both.
     """
     text = NETWORK.replace("size = 1\n", f"size = 1\ncores = {cores}\n")
-    path = network_file(tmp_path, text + f"ahead = {ahead}\ncopy = '200MB/s'\n")
+    copy = "copy = '200MB/s'\n" if cores else ""
+    path = network_file(tmp_path, f"{text}ahead = {ahead}\n{copy}")
     part = 131_072 / 200e6 if cores else 0.0
 
     def main(backend: fc.Backend) -> float:
@@ -183,6 +209,32 @@ def test_a_rank_is_woken_once_for_messages_in_a_row(tmp_path: Path, cores: str) 
     assert received[:3] == pytest.approx(row, rel=1e-3)
     assert received[3] == pytest.approx(sent[3] + LATENCY + wake + MESSAGE, rel=1e-3)
     assert received[4] == pytest.approx(received[3] + 1.0 + MESSAGE, rel=1e-4)
+
+
+@pytest.mark.parametrize("cores", ["", "cores = 4\n"])
+def test_a_rank_does_one_thing_after_the_other(tmp_path: Path, cores: str) -> None:
+    """Four messages come at once. What is sent during the second goes before the rest."""
+    path = network_file(tmp_path, NETWORK.replace("size = 1\n", "size = 1\n" + cores))
+    come = MESSAGE + LATENCY
+
+    def main(backend: fc.Backend) -> list[float]:
+        if backend.rank:
+            backend.send(np.empty(1), 0)
+            if backend.rank == 1:
+                backend.recv(np.empty(1), 0)
+            return []
+        works = [backend.irecv(np.empty(1), src) for src in range(1, 5)]
+        backend.clock.sleep(come + 1.5 * MESSAGE)
+        backend.isend(np.empty(1), 1)
+        ends = [backend.clock.now()]
+        for work in works:
+            work.wait()
+            ends.append(backend.clock.now())
+        return ends
+
+    ends = launch(main, 5, network=path)[0]
+    expected = [come + n * MESSAGE for n in (3, 3, 3, 4, 5)]
+    assert ends == pytest.approx(expected, rel=1e-3)
 
 
 def test_messages_wait_for_the_cores_that_ranks_share(tmp_path: Path) -> None:
@@ -269,9 +321,8 @@ def test_ranks_of_a_host_share_memory(tmp_path: Path, shm: str) -> None:
 
 @pytest.mark.parametrize("memory", ["", 'memory = "1GB/s"\n'])
 def test_every_reduction_takes_time(tmp_path: Path, memory: str) -> None:
-    """The first call of its kind, and those that go the shortest way."""
+    """The first call of its kind, and those that go the shortest way; not if it is measured."""
     text = NETWORK.replace("size = 1", "size = 4").replace('reduce = "inf"', 'reduce = "1MB/s"')
-    path = network_file(tmp_path, text + memory)
 
     def main(backend: fc.Backend) -> list[float]:
         times = []
@@ -282,8 +333,11 @@ def test_every_reduction_takes_time(tmp_path: Path, memory: str) -> None:
         return times
 
     reducing = 0.4 if memory else 0.3  # of all inputs, or of those of the others
+    path = network_file(tmp_path, text + memory)
     for seconds in launch(main, 4, network=path)[0]:
         assert reducing < seconds < reducing + 0.01
+    path = network_file(tmp_path, text + memory.replace("GB", "MB"))
+    assert max(launch(main, 4, network=path, compute="measured")[0]) < 0.1
 
 
 def _compute(seconds: float) -> None:
@@ -481,5 +535,32 @@ def test_who_gets_has_computed_before() -> None:
     assert ends[0] >= 0.02
 
 
+def test_who_joins_waits_no_longer_than_it_says() -> None:
+    clock, found = VirtualClock(), list[tuple[float, bool]]()
+    sleeps = clock.start(lambda: clock.sleep(10), "sleeps")
+
+    def joins() -> None:
+        for timeout in (3.0, 4.0, 60.0):
+            sleeps.join(timeout)
+            found.append((clock.now(), sleeps.is_alive()))
+
+    clock.run([sleeps, clock.start(joins, "joins")])
+    assert found == [(3.0, True), (7.0, True), (10.0, False)]
+
+
+def test_the_seed_draws_the_order_of_events_at_one_moment() -> None:
+    def order(seed: int) -> list[int]:
+        clock, happened = VirtualClock(seed), list[int]()
+        for number in range(5):
+            clock.at(1.0, functools.partial(happened.append, number))
+        clock.run([clock.start(lambda: clock.sleep(2), "waits")])
+        return happened
+
+    assert order(0) == [*range(5)]
+    assert len({tuple(order(seed)) for seed in range(1, 9)}) > 4
+    assert order(7) == order(7)
+
+
 def test_costs_are_those_of_the_highest_links_in_use() -> None:
-    assert [_costs(DEFAULT, p).latency for p in (1, 2, 8, 9)] == [2e-6] * 3 + [5e-6]
+    low, high = Costs(2e-6, 1 / 450e9, 1 / 1.1e12, 2e-6), Costs(2e-6, 1 / 400e9, 1 / 1.1e12, 5e-6)
+    assert [_costs(DEFAULT, p) for p in (1, 2, 8, 9)] == [low, low, low, high]

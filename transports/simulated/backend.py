@@ -56,8 +56,7 @@ class PostedSend(Pending):
         return self.envelope.signature
 
     def cancel(self) -> bool:
-        # A peer is copying where it can be withdrawn no more: its end is near.
-        return self.backend.withdraw(self) or self.settle(60)
+        return self.backend.withdraw(self) or self.backend.end_of(self)
 
 
 class PostedReceive(Pending):
@@ -76,7 +75,7 @@ class PostedReceive(Pending):
         inbox = self.backend.inbox
         with inbox.lock:
             withdrawn = inbox.table.withdraw_receive(self)
-        return withdrawn or self.settle(60)
+        return withdrawn or self.backend.end_of(self)
 
 
 class Inbox:
@@ -231,6 +230,10 @@ class SimBackend(Transport):
         """Take back what no receive has taken; False if one has."""
         with send.inbox.lock:
             return send.inbox.table.withdraw_message(send)
+
+    def end_of(self, item: PostedSend | PostedReceive) -> bool:
+        """Whether what can be withdrawn no more has ended; waits for an end that is near."""
+        return item.settle(60)  # a peer is copying
 
     def _move(self, send: PostedSend, receive: PostedReceive) -> None:
         """Copy a matched message, on the thread of whichever side came second."""

@@ -24,7 +24,7 @@ from fsdpcore.collectives.selection.choose import predict
 from fsdpcore.collectives.selection.table import ALGORITHMS
 from fsdpcore.comm.backend import Backend
 from fsdpcore.comm.envelope import Envelope
-from fsdpcore.core.algorithm import Algorithm
+from fsdpcore.core.algorithm import Algorithm, CostTerms
 from fsdpcore.core.buffers import Bytes, split_sizes
 from fsdpcore.core.capabilities import Capabilities
 from fsdpcore.core.errors import ConfigError, UnsupportedError
@@ -77,6 +77,8 @@ class LoneBackend(VirtualBackend):
                 "them (played=all)"
             )
         super().__init__(0, [], world_size, config, wire)
+        # What is left of a burst is not remembered from one collective to the next: there is none.
+        self._network = None if wire.network is None else wire.network.without_bursts()
         self.alike = self
         self.reduce_rate = None  # it is in what a collective takes
         self._config = config
@@ -144,7 +146,8 @@ class LoneBackend(VirtualBackend):
         nbytes: int,
         dtype: np.dtype[Any] | None,
     ) -> _Kind:
-        p, network = len(members), self._wire.network
+        p, network = len(members), self._network
+        alike = siblings(members, self.world_size)
         if dtype is None:
             costs, _ = self._costs(members, crowds=True)
             seconds = (p - 1).bit_length() * (2 * costs.alpha + costs.latency)
@@ -155,7 +158,7 @@ class LoneBackend(VirtualBackend):
         messages = self.world_size * terms.alpha
         light = nbytes * senders <= _SMALL and messages > _FEW
         if network is None or collective not in _SIMULATED or messages > _MOST or light:
-            seconds = predict(known, p, nbytes, costs)
+            seconds = self._by_formula(known, p, nbytes, costs)
             if seconds == math.inf:
                 raise UnsupportedError(
                     f"played=one: no formula tells what {algorithm!r} takes among {p} ranks; take "
@@ -164,7 +167,7 @@ class LoneBackend(VirtualBackend):
             carried: Mapping[str, int] = {}
             if network is not None and algorithm == "ring":
                 carried = self._carried_around(network, members, round(terms.beta * nbytes))
-            latency = min(terms.latency * costs.latency, seconds)
+            latency = min(self._trips(terms, nbytes) * costs.latency, seconds)
             return _Kind(seconds, carried, latency=latency, formula=True)
 
         def call(group: Backend) -> None:
@@ -179,12 +182,22 @@ class LoneBackend(VirtualBackend):
             function = getattr(collectives, collective)
             function(array, group, out=out, algorithm=algorithm)
 
-        alike = siblings(members, self.world_size)
         found = simulated(self._config, network, self.world_size, alike, call)
-        # A large message is offered, asked for, and sent.
-        trips = 3 if nbytes * terms.beta > terms.alpha * network.eager else 1
-        latency = min(trips * terms.latency * costs.latency, found.seconds)
+        latency = min(self._trips(terms, nbytes) * costs.latency, found.seconds)
         return _Kind(found.seconds, found.carried, latency=latency)
+
+    def _trips(self, terms: CostTerms, nbytes: int) -> float:
+        """How many latencies of messages are one after the other in a collective."""
+        network = self._network
+        asked = network is not None and nbytes * terms.beta > terms.alpha * network.eager
+        return terms.latency * (3 if asked else 1)  # offered, asked for, and sent
+
+    def _by_formula(
+        self, known: Algorithm, p: int, nbytes: int, costs: Costs | Capabilities
+    ) -> float:
+        """What an algorithm takes, with as many latencies as its messages have."""
+        seconds = predict(known, p, nbytes, dataclasses.replace(costs, latency=0.0))
+        return seconds + self._trips(known.cost(p), nbytes) * costs.latency
 
     def _carried_around(
         self, network: Network, members: Sequence[int], nbytes: int
@@ -207,23 +220,25 @@ class LoneBackend(VirtualBackend):
         Returns:
             Also how many ranks send over the link that is the slowest for each of them.
         """
-        network = self._wire.network
+        network = self._network
         if network is None:
             return self.capabilities, 1
-        step, below, slowest = members[1] - members[0], 1, (0.0, 1)
-        for level, span in zip(network.levels, network.spans, strict=True):
+        step, below, slowest, farthest = members[1] - members[0], 1, (0.0, 1), 0.0
+        for level, span in enumerate(network.spans):
             senders = below if crowds else min(step, below)
-            slowest = max(slowest, (senders / level.rate, senders))
+            rate, latency = network.slowest(level)
+            slowest, farthest = max(slowest, (senders / rate, senders)), max(farthest, latency)
             if span is None or members[0] // span == members[-1] // span:
                 break
             below = span
         beta, senders = slowest
-        return Costs(network.message, beta, 1 / network.reduce, level.latency), senders
+        return Costs(network.message, beta, 1 / network.reduce, farthest), senders
 
 
 # What training spends its time in; of the others a formula tells the time.
 _SIMULATED = ("all_gather", "reduce_scatter", "all_reduce", "broadcast")
-# When all ranks begin what is timed: they are through with everything else long before.
+# When all ranks begin what is timed, in latencies and in seconds: they are through with everything
+# else long before.
 _BEGIN = 1e3
 
 
@@ -233,7 +248,7 @@ def siblings(members: Sequence[int], world_size: int) -> list[range]:
     step = members[1] - members[0] if p > 1 else 1
     evenly = all(b - a == step for a, b in itertools.pairwise(members))
     if not evenly or step <= 0 or world_size % (p * step):
-        raise ConfigError(
+        raise UnsupportedError(
             "played=one: a group is not one of several that are alike, and the others cannot be "
             "taken to do the same; play all ranks (played=all)"
         )
@@ -255,12 +270,14 @@ def simulated(
     world = ranks(world_size, dataclasses.replace(config, transport_options=options), wire)
     assert wire.flows is not None
     carried, before, ends = wire.flows.bytes_by_link, dict[int, int](), list[float]()
-    clock.at(_BEGIN / 2, lambda: before.update(carried))
+    farthest = max(network.slowest(level)[1] for level in range(len(network.levels)))
+    begin = _BEGIN * (1 + farthest)
+    clock.at(begin / 2, lambda: before.update(carried))
 
     def play(rank: Backend, members: range) -> None:
         group = rank.sub(members) if len(members) < world_size else rank
         group.barrier()  # the first collective of a group finds things out
-        clock.sleep(_BEGIN - clock.now())
+        clock.sleep(begin - clock.now())
         call(group)
         ends.append(clock.now())
 
@@ -272,7 +289,7 @@ def simulated(
     clock.run(tasks)
     moved = {link: nbytes - before.get(link, 0) for link, nbytes in carried.items()}
     named = {network.link_name(link): nbytes for link, nbytes in moved.items() if nbytes}
-    return _Kind(max(ends) - _BEGIN, named)
+    return _Kind(max(ends) - begin, named)
 
 
 def one(world_size: int, config: TransportConfig) -> list[SimBackend]:

@@ -29,7 +29,7 @@ class SimOptions:
         clock: "wall" for ranks that are threads, or "virtual": they are carried by one thread, on
             a clock that jumps to what happens next (``simulated.virtual``).
         network: of ``clock=virtual``, the file that describes what messages travel over
-            (``simulation.network``); without one they take no time, or "default".
+            (``simulation.network_file``); without one they take no time, or "default".
         played: of ``clock=virtual``, "all" ranks or "one", which stands for all: a collective takes
             as long as it would between all of them (``simulated.lone``).
         arrays: of ``clock=virtual``, "real", or "abstract" for arrays without values, which take no

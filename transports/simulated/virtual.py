@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections import deque
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -19,7 +20,7 @@ from fsdpcore.core.errors import ClosedError, CommunicationError, RankStopped
 from fsdpcore.core.policy import Costs, Tuning
 from fsdpcore.simulation.abstract import AbstractDevice
 from fsdpcore.simulation.fibers import VirtualClock
-from fsdpcore.simulation.network import Network
+from fsdpcore.simulation.network_file import named
 
 from .backend import PostedReceive, PostedSend, SimBackend, refused
 from .options import SimOptions
@@ -50,13 +51,18 @@ class VirtualBackend(SimBackend):
     ) -> None:
         self.clock = wire.clock
         self._wire = wire
-        # Sends of this rank whose envelopes travel, and what it sends and receives that does.
+        # Sends of this rank whose envelopes travel, and those whose bytes do; receives that have
+        # met their messages, and whether all bytes of these have come.
         self._offered: dict[PostedSend, None] = {}
         self._sending: dict[PostedSend, None] = {}
-        self._receiving: dict[PostedReceive, None] = {}
+        self._receiving: dict[PostedReceive, bool] = {}
         self._refused = 0  # calls since the job has failed
-        # When this rank's processor is through with what has come; when it sent or received last.
+        # This rank's processor does one thing after the other. It is through with the last message
+        # that it took in at the first of these times, with the last call of the rank at the second.
         self._taken_in = self._called = 0.0
+        self._posting = 0  # calls that it is busy with; they go before what has come
+        self._taking = False
+        self._coming: deque[PostedReceive] = deque()
         network, options = wire.network, config.transport_options
         if options.arrays == "abstract":
             self.device = AbstractDevice()
@@ -84,21 +90,33 @@ class VirtualBackend(SimBackend):
         network, drawn = self._wire.network, self.clock.random
         if network is not None:
             moving = nbytes / network.memory if nbytes and not self.clock.computing else 0.0
-            now = self.clock.now()
-            self._called = self._wire.processed(self.rank, now, network.message + moving)
-            self.clock.sleep(self._called - now)
-            self._called = self.clock.now()  # which rounding may have put behind it
+            self._process(network.message + moving)
         else:  # never nothing, or who looks for messages in a loop would for ever
             self.clock.sleep(
                 _POST_SECONDS if drawn is None else drawn.uniform(0, 2 * _POST_SECONDS)
             )
         super()._before_post(nbytes)
 
+    def _process(self, seconds: float) -> None:
+        """Have the processor see to a call, once it is through with what it does now."""
+        clock = self.clock
+        self._posting += 1
+        try:
+            # The time of a clock that measures goes on from call to call.
+            while (wait := max(self._taken_in, self._called) - clock.now()) > 0:
+                clock.sleep(wait)
+            self._called = self._wire.processed(self.rank, seconds)
+            clock.sleep(max(0.0, self._called - clock.now()))
+            self._called = clock.now()  # which rounding may have put behind it
+        finally:
+            self._posting -= 1
+            self._take_next()
+
     def _before_receive(self) -> None:
         if self._wire.network is None:
             self._before_post()
         else:  # what has come takes time, not to wait for it
-            self._called = self.clock.now()
+            self._called = max(self._called, self.clock.now())
             super()._before_post()
 
     def _carry(self, send: PostedSend, peer: SimBackend, eager: bool) -> None:
@@ -149,6 +167,13 @@ class VirtualBackend(SimBackend):
             return True
         return super().withdraw(send)
 
+    def end_of(self, item: PostedSend | PostedReceive) -> bool:
+        if isinstance(item, PostedSend):
+            moving = item in self._sending
+        else:
+            moving = self._receiving.get(item) is False
+        return item.finished if moving else super().end_of(item)
+
     def _move(self, send: PostedSend, receive: PostedReceive) -> None:
         sender, wire = send.backend, self._wire
         assert isinstance(sender, VirtualBackend)
@@ -158,7 +183,7 @@ class VirtualBackend(SimBackend):
             np.copyto(receive.out, send.data)
             self._take_in(receive)
             return
-        sender._sending[send] = self._receiving[receive] = None
+        sender._sending[send], self._receiving[receive] = None, False
         # The sender hears that its bytes are waited for, and sends those that it has not sent yet.
         rest = send.data.size - sender._ahead(send.data.size)
         wire.answer(
@@ -179,16 +204,28 @@ class VirtualBackend(SimBackend):
 
     def _take_in(self, receive: PostedReceive) -> None:
         """Finish a receive once the processor has taken its message in, one after the other."""
-        network = self._wire.network
-        if network is None:
+        if self._wire.network is None:
             self._finish(receive)
             return
-        self._receiving[receive] = None
-        now = self.clock.now()
-        begin, idle = max(self._taken_in, now), max(self._taken_in, self._called) < now
-        seconds = network.message + network.wake * idle
-        self._taken_in = self._wire.processed(self.rank, begin, seconds)
-        self.clock.at(self._taken_in, lambda: self._finish(receive))
+        self._receiving[receive] = True
+        self._coming.append(receive)
+        self._take_next()
+
+    def _take_next(self) -> None:
+        """Take in the first message that has come, if the processor does nothing else."""
+        network = self._wire.network
+        if network is None or not self._coming or self._posting or self._taking:
+            return
+        self._taking = True
+        receive, idle = self._coming.popleft(), max(self._taken_in, self._called) < self.clock.now()
+        self._taken_in = self._wire.processed(self.rank, network.message + network.wake * idle)
+
+        def taken_in() -> None:
+            self._taking, self._taken_in = False, self.clock.now()  # as in ``_process``
+            self._finish(receive)
+            self._take_next()
+
+        self.clock.at(self._taken_in, taken_in)
 
     def _finish(self, receive: PostedReceive) -> None:
         if not receive.finished:
@@ -226,7 +263,7 @@ def wire_of(world_size: int, config: TransportConfig) -> Wire:
     """Make what the messages of a job travel over, and its clock."""
     options = config.transport_options
     assert isinstance(options, SimOptions)
-    network = Network.named(options.network) if options.network else None
+    network = named(options.network) if options.network else None
     speed = 1.0 if network is None else network.speed
     computing = 1 / speed if options.compute == "measured" else 0.0
     return Wire(VirtualClock(options.seed, computing), network, world_size)

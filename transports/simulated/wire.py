@@ -84,6 +84,7 @@ class Wire:
             self.costs = _costs(network, world_size)
         self.hosts = tuple(network.hosts(world_size)) if network is not None else ()
         self.flows = None if network is None else Flows(network, world_size)
+        self._cores = 0 if network is None else min(network.cores, world_size)
         self._copy_seconds = 1 / network.copy if network is not None and network.cores else 0.0
         self._streams: dict[tuple[int, int], _Stream] = {}
         self._moving: dict[Flow, tuple[_Stream, _Parcel]] = {}
@@ -99,19 +100,17 @@ class Wire:
         drawn = self.clock.random
         return 0.0 if drawn is None else drawn.uniform(0, _LONGEST)
 
-    def processed(self, rank: int, begin: float, seconds: float) -> float:
-        """Have a rank's processor do something; when that is done.
+    def processed(self, rank: int, seconds: float) -> float:
+        """Have a rank's core do something now; return when that is done.
 
-        Args:
-            begin: when the rank has done what it had to do before, if it has a core of its own.
-                What is done on cores that ranks share begins when one of these is free.
+        What is done on cores that ranks share begins when one of these is free.
         """
-        network = self.network
+        network, now = self.network, self.clock.now()
         assert network is not None
         if not network.cores:
-            return begin + seconds
-        free = self._free.setdefault(network.processor(rank), [0.0] * network.cores)
-        end = max(self.clock.now(), free[0]) + seconds
+            return now + seconds
+        free = self._free.setdefault(network.processor(rank), [0.0] * self._cores)
+        end = max(now, free[0]) + seconds
         heapq.heapreplace(free, end)
         return end
 
@@ -172,13 +171,13 @@ class Wire:
                 self._copy(src, dst, stream, stream.leaving[0].nbytes)
 
         def has_come() -> None:
-            end = self.processed(dst, self.clock.now(), seconds)
+            end = self.processed(dst, seconds)
             stream.taken_in = max(stream.taken_in, end)
             if left == nbytes:
                 at = stream.taken_in
                 self.clock.at(at, lambda: self._hand_over(src, dst, stream, parcel))
 
-        self.clock.at(self.processed(src, self.clock.now(), seconds), is_out)
+        self.clock.at(self.processed(src, seconds), is_out)
 
     def under_way(self, src: int, dst: int) -> bool:
         """Whether something from one rank has not come to another yet."""
