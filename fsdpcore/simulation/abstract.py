@@ -28,6 +28,8 @@ _NO_RESERVE = 0x4000 if sys.platform == "linux" else 0
 class AbstractArray(np.ndarray[Any, Any]):
     """An array without values; ``abstract`` makes one, and so do its slices and copies."""
 
+    valueless = True
+
     def __setitem__(self, key: Any, value: Any) -> None:
         """Nothing is written."""
 
