@@ -120,7 +120,7 @@ def _stack(thread: threading.Thread) -> str:
     frames = sys._current_frames()
     lines = []
     for other in threading.enumerate():
-        mine = other is thread or other.name == f"fsdpcore-rank{rank}"
+        mine = other is thread or f"{other.name}-".startswith(f"fsdpcore-rank{rank}-")
         if mine and other.ident in frames:
             lines.append(f"thread {other.name}:\n")
             lines += traceback.format_stack(frames[other.ident])

@@ -22,8 +22,8 @@ from fsdpcore.comm.transport import transport_of
 from fsdpcore.commands.main import app
 from fsdpcore.core import text
 from fsdpcore.core.errors import ConfigError
-from fsdpcore.core.text import count, duration, size
 from fsdpcore.core.reductions import Reduction
+from fsdpcore.core.text import count, duration, size
 from fsdpcore.simulation.abstract import AbstractArray, abstract
 
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass, field
+from typing import Literal
 
 from fsdpcore.comm.backend import Backend
 from fsdpcore.core.device import Device
 from fsdpcore.core.work import OrderedExecutor
 from fsdpcore.fsdp.sharding.placement import Placement
+
+Use = Literal["parameters", "gradients"]
 
 
 @dataclass(frozen=True)
@@ -37,7 +39,10 @@ class ProcessGroups:
     regather_group: Backend
     everyone: Backend
     tensor: Backend | None
-    _apart: dict[Backend, Backend] = field(default_factory=dict, compare=False, repr=False)
+    _apart: dict[tuple[Use, Backend], Backend] = field(
+        default_factory=dict, compare=False, repr=False
+    )
+    _threads: dict[Use, OrderedExecutor] = field(default_factory=dict, compare=False, repr=False)
 
     @classmethod
     def of(
@@ -69,11 +74,16 @@ class ProcessGroups:
             tensor,
         )
 
-    @functools.cached_property
-    def background(self) -> OrderedExecutor:
-        """Runs what consists of several collectives, of different groups, one after the other."""
-        root = self.whole.root
-        return root.new_executor(f"fsdpcore-rank{root.rank}")
+    def background(self, use: Use) -> OrderedExecutor:
+        """Return the thread for what is more than a collective, one after the other.
+
+        Parameters and gradients have one each: what one of them packs and unpacks goes on while
+        the other one moves.
+        """
+        if use not in self._threads:
+            root = self.whole.root
+            self._threads[use] = root.new_executor(f"fsdpcore-rank{root.rank}-{use}")
+        return self._threads[use]
 
     @property
     def summing(self) -> tuple[Backend, Backend]:
@@ -85,23 +95,24 @@ class ProcessGroups:
     def summing_in_background(self) -> tuple[Backend, Backend]:
         """The same for what ``background`` runs; see ``apart``."""
         first, then = self.summing
-        return self.apart(first), self.apart(then)
+        return self.apart(first, "gradients"), self.apart(then, "gradients")
 
-    def apart(self, group: Backend) -> Backend:
+    def apart(self, group: Backend, use: Use) -> Backend:
         """Return the ranks of a group as one more group, for what ``background`` runs.
 
         Calls of two threads in one group have no order, which all ranks of the group must follow.
         There is one for each group, made when it is asked for first: so that has to be on the
         thread that calls the other collectives.
         """
-        if group not in self._apart:
-            self._apart[group] = group.sub(range(group.world_size), name="fsdp background")
-        return self._apart[group]
+        if (use, group) not in self._apart:
+            name = f"fsdp {use} in the background"
+            self._apart[use, group] = group.sub(range(group.world_size), name=name)
+        return self._apart[use, group]
 
     def close(self) -> None:
         """Close the groups, but not what they are groups of."""
-        if "background" in self.__dict__:
-            self.whole.root.end_executor(self.background)
+        for executor in self._threads.values():
+            self.whole.root.end_executor(executor)
         for group in self._apart.values():
             group.close()
         for group in (self.shards, self.replicas, self.regather_group, self.everyone):

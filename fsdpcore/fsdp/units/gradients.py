@@ -363,7 +363,7 @@ class UnitGradients:
         if not async_op:
             return sum_over_replicas()
         # Replicas are on different hosts, as a rule: that is what is worth hiding most.
-        return groups.background.submit(sum_over_replicas, f"{label}, over replicas")
+        return groups.background("gradients").submit(sum_over_replicas, f"{label}, over replicas")
 
     def _start_exchange(
         self, flats: list[Array], own: Array, label: str, async_op: bool
@@ -374,7 +374,7 @@ class UnitGradients:
             self._exchange(flats, own, label, *groups.summing)
             return None
         first, then = groups.summing_in_background
-        return groups.background.submit(
+        return groups.background("gradients").submit(
             lambda: self._exchange(flats, own, label, first, then), label
         )
 

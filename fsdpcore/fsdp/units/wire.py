@@ -1,7 +1,7 @@
 """What of an engine travels quantised: its parameters when they are gathered, and its gradients.
 
-All of it goes on in the order in which it was begun, on the thread of ``ProcessGroups.background``
-and in groups of its own: there a collective is only a part of the work.
+Each goes on in the order in which it was begun, on a thread of ``ProcessGroups.background`` and in
+groups of its own: there a collective is only a part of the work.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from fsdpcore.compress.exchange import Exchange
 from fsdpcore.core.buffers import Array
 from fsdpcore.core.errors import ArgumentError
 from fsdpcore.core.work import Work
-from fsdpcore.fsdp.sharding.process_groups import ProcessGroups
+from fsdpcore.fsdp.sharding.process_groups import ProcessGroups, Use
 from fsdpcore.fsdp.sharding.travel import Travel
 from fsdpcore.fsdp.units.options import EngineOptions
 from fsdpcore.fsdp.units.views import Places
@@ -52,7 +52,7 @@ class Wire:
         gathers, reduces = compression.gathers, compression.reduces
         self.gathering: Exchange | None = None
         if gathers is not None and travel.gathers:
-            self.gathering = Exchange(groups.apart(groups.shards), gathers, algorithm)
+            self.gathering = Exchange(groups.apart(groups.shards, "parameters"), gathers, algorithm)
         self.first, self.second = groups.summing
         self.summing: Exchange | None = None
         self.spreading: Exchange | None = None
@@ -69,9 +69,9 @@ class Wire:
         exchanges = (self.gathering, self.summing, self.spreading)
         return sum(each.nbytes for each in exchanges if each is not None)
 
-    def run(self, task: Callable[[], None], label: str, *, async_op: bool) -> Work | None:
-        """Have a task done behind those that were begun before."""
-        work = self._groups.background.submit(task, label)
+    def run(self, use: Use, task: Callable[[], None], label: str, *, async_op: bool) -> Work | None:
+        """Have a task done behind those of the same use that were begun before."""
+        work = self._groups.background(use).submit(task, label)
         if async_op:
             return work
         work.wait()
@@ -121,7 +121,7 @@ class UnitGathering:
             else:
                 self._gather(own, flat, label, kept)
 
-        return self._wire.run(gather, label, async_op=async_op)
+        return self._wire.run("parameters", gather, label, async_op=async_op)
 
     def _gather(self, own: Array, flat: Array, label: str, kept: NDArray[np.uint8] | None) -> None:
         try:
@@ -151,7 +151,7 @@ class UnitGathering:
                 all_gather(mine, group, out=flat, label=f"{label}, as it is")
             self._exchange.gather(own, self._packing, flat, label, differences=True)
 
-        return self._wire.run(gather, label, async_op=async_op)
+        return self._wire.run("parameters", gather, label, async_op=async_op)
 
 
 class UnitReduction:
@@ -203,7 +203,7 @@ class UnitReduction:
             if self._twice:
                 self._sum_over_replicas(own, f"{label}, over replicas")
 
-        return self._wire.run(reduce, label, async_op=async_op)
+        return self._wire.run("gradients", reduce, label, async_op=async_op)
 
     def _sum(self, flat: Array, own: Array, label: str) -> None:
         wire = self._wire
