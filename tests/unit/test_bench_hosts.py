@@ -55,7 +55,8 @@ def test_collectives_and_training_are_measured_beside_what_a_plain_stream_would_
     results = []
     for part, peers in (("rate", ["encrypted"]), ("train-1g", [])):
         against = ["--against", *peers] if peers else []
-        done = bench("--parts", part, *against, "--rounds", 1, "--json", path)
+        plain = ["--transport", "zmq://?security=none"] if peers else []
+        done = bench("--parts", part, *plain, *against, "--rounds", 1, "--json", path)
         assert done.exit_code == 0, done.output
         found = json.loads(path.read_text())
         assert found["schema"] == "fsdpcore.bench.hosts/1"
@@ -70,6 +71,12 @@ def test_collectives_and_training_are_measured_beside_what_a_plain_stream_would_
     assert training["moved_mb"] * 1e6 > 1000
     assert training["bound_ms"] >= training["computing_ms"]
     assert all(result["wrong"] == 0 for result in results)
+
+
+def test_encrypted_ranks_are_compared_with_plain_ones(bench):
+    refused = bench("--parts", "2x100m", "--against", "encrypted")
+    assert refused.exit_code == 2
+    assert "encrypted already" in refused.output
 
 
 @pytest.mark.tools
