@@ -26,7 +26,6 @@ from fsdpcore.collectives.lone import Use
 from fsdpcore.comm.transport import transport_of
 from fsdpcore.commands.plan import NOTHING_FITS, parse_memory, parse_reshard
 from fsdpcore.core import text
-from fsdpcore.core.errors import ArgumentError
 from fsdpcore.fsdp.plan.choice import candidates, in_words
 from fsdpcore.fsdp.plan.sizes import even_units
 from fsdpcore.fsdp.sharding.strategy import STRATEGIES, Strategy
@@ -294,8 +293,6 @@ def _as_dict(step: Simulated, limit: int | None, rates: Mapping[str, float]) -> 
 
 def _draw(path: Path, steps: Sequence[Simulated], title: str) -> None:
     """Draw the times of all steps: computing, and waiting for communication."""
-    if not steps:
-        raise ArgumentError("there is no step to draw")
     with picture(path, title, 9.0, 1.2 + 0.3 * len(steps)) as figure:
         axes = figure.add_subplot()
         style(axes)

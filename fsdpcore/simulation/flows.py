@@ -26,7 +26,6 @@ class Flow:
     """Bytes on their way from one rank to another.
 
     Attributes:
-        begun: when the first byte left.
         number: flows are numbered in the order in which they were started.
         links: the directed links that it crosses.
     """
@@ -34,7 +33,6 @@ class Flow:
     src: int
     dst: int
     nbytes: int
-    begun: float
     number: int
     links: tuple[int, ...]
     slot: int = -1
@@ -89,7 +87,7 @@ class Flows:
         """Let so many bytes begin to move from one rank to another."""
         self._move(now)
         links, _ = self._network.route(src, dst)
-        flow = Flow(src, dst, nbytes, now, next(self._numbers), links)
+        flow = Flow(src, dst, nbytes, next(self._numbers), links)
         if nbytes > 0 and any(self._counts[link] for link in links):
             self._enter(flow)
         else:

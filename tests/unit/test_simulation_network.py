@@ -135,7 +135,7 @@ def test_hosts_are_the_members_of_the_level_called_host(read):
         (
             '"10GB/s"',
             '"10Gb/s"',
-            "level 1: rate must be a rate, as in '100Mbit', '25GB/s' or",
+            "level 1: rate must be a rate, as in '100Mbit', '25GB/s' or 'inf', got '10Gb/s'",
         ),
         ('"10GB/s"', "0", "level 1: rate must be a rate"),
         ('"1us"', '"1 min"', "level 1: latency must be a time, as in '20ms' or '5us', got '1 min'"),
