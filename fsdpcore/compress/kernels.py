@@ -43,11 +43,16 @@ def encode(block: int) -> Kernel:
         ints, bits = now.view(np.int32), now.view(np.uint32)
         for j in range(values.shape[0]):
             if rotation:
-                for i in range(block):
-                    now[i] = values[j, i] * signs[i]
                 # Neighbours are added and subtracted; sums go to the first half, differences to
                 # the second. After as many passes as an index has bits, all are in their order.
-                for _ in range(twice):
+                for i in range(half):
+                    one = values[j, 2 * i] * signs[2 * i]
+                    other = values[j, 2 * i + 1] * signs[2 * i + 1]
+                    then[i], then[i + half] = one + other, one - other
+                for i in range(half):
+                    now[i] = then[2 * i] + then[2 * i + 1]
+                    now[i + half] = then[2 * i] - then[2 * i + 1]
+                for _ in range(twice - 1):
                     for i in range(half):
                         then[i] = now[2 * i] + now[2 * i + 1]
                         then[i + half] = now[2 * i] - now[2 * i + 1]
