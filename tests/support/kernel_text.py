@@ -12,8 +12,9 @@ from typing import Any
 import numpy as np
 
 from fsdpcore.core.buffers import BFLOAT16
+from fsdpcore.core.gpu_kernel import KernelSource
 from fsdpcore.fsdp.gpu import inplace, sums
-from fsdpcore.fsdp.gpu.kernel import Formula, KernelSource, source
+from fsdpcore.fsdp.gpu.kernel import Formula, source
 from fsdpcore.fsdp.optim import formulas
 
 HALVES = (np.dtype(np.float16), BFLOAT16)

@@ -5,10 +5,8 @@ neighbouring elements of every array to a thread, as one access to memory each, 
 begin. For that they have to begin equally far from a multiple of four elements, as slices of
 buffers do that are cut in the same places; of an array that does not, they are four accesses.
 
-Formulas are compiled without fused multiply-adds, so that their results are those of the same
-operations one by one, as NumPy does them on the host; passes wait for memory, not for arithmetic,
-and are no slower. What differs from the host: CuPy has all kernels take float32 numbers below
-1.2e-38 for zero.
+Their results are those of the same operations one by one, see ``core/gpu_kernel.py``; passes wait
+for memory, not for arithmetic, and are no slower.
 """
 
 from __future__ import annotations
@@ -23,12 +21,10 @@ import numpy as np
 
 from fsdpcore.core.array_module import address, array_module
 from fsdpcore.core.buffers import Array
+from fsdpcore.core.gpu_kernel import KernelSource
 
 LANES = 4
 """Elements to a thread."""
-
-OPTIONS = ("-fmad=false",)
-"""Of the compiler, beside those that CuPy adds."""
 
 _TYPES = "ABCDEFGH"  # what kernels call the types of their arrays, in order
 
@@ -58,29 +54,6 @@ class Formula:
     def arrays(self) -> tuple[str, ...]:
         """Names of all arrays, in the order in which a kernel takes them."""
         return (*self.reads, *self.updates, *self.writes)
-
-
-@dataclass(frozen=True)
-class KernelSource:
-    """A kernel in C, as ``cupy.ElementwiseKernel`` takes it."""
-
-    in_params: str
-    out_params: str
-    operation: str
-    name: str
-    preamble: str
-
-    def compiled(self, cupy: Any) -> Any:
-        """Return the kernel; CuPy compiles it for each device when it is first launched there."""
-        return cupy.ElementwiseKernel(
-            self.in_params,
-            self.out_params,
-            self.operation,
-            self.name,
-            preamble=self.preamble,
-            options=OPTIONS,
-            no_return=True,
-        )
 
 
 FOUR = f"""

@@ -12,7 +12,8 @@ import string
 from typing import Any, Literal
 
 from fsdpcore.core.buffers import Array
-from fsdpcore.fsdp.gpu.kernel import FOUR, LANES, KernelSource, skew_of
+from fsdpcore.core.gpu_kernel import KernelSource
+from fsdpcore.fsdp.gpu.kernel import FOUR, LANES, skew_of
 
 SumKind = Literal["square", "absolute", "power", "largest"]
 
