@@ -21,13 +21,17 @@ import numpy as np
 from fsdpcore.collectives import all_gather, all_gather_v, all_to_all, all_to_all_v
 from fsdpcore.collectives.selection.table import ALGORITHMS
 from fsdpcore.comm.backend import Backend
+from fsdpcore.compress.on_gpu import GpuQuantiser
 from fsdpcore.compress.packing import Chunk, Packing
 from fsdpcore.compress.quantiser import Bytes, Floats, Format, Quantiser
 from fsdpcore.core.reductions import Reduction
 
 
 class Exchange:
-    """Moves flat buffers of float32 among the ranks of a group; blocks. For one thread at a time.
+    """Moves flat buffers of float32 among the ranks of a group. For one thread at a time.
+
+    On the host its methods block. Arrays of a GPU are those of the group's device; there the
+    methods enqueue on the current stream, which has to be the same one for all of them.
 
     Args:
         group: the ranks; chunk r of a packing is that of rank r.
@@ -40,11 +44,12 @@ class Exchange:
         self._gathering = _known(algorithm, "all_gather")
         self._exchanging = _known(algorithm, "all_to_all")
         self.form = form
-        self._quantiser = Quantiser(form)
+        self._device = device = group.device
+        self._quantiser = Quantiser(form) if device.on_host else GpuQuantiser(device.xp, form)
         self._tile = self._quantiser.tile
-        self._sum = Reduction.of("sum", np.dtype(np.float32))
+        self._sum = Reduction.of("sum", np.dtype(np.float32), converts=device.on_host)
         self._rooms: dict[str, Bytes] = {}
-        self._scratch = np.empty((2, self._tile), np.float32)
+        self._scratch = device.empty((2, self._tile), np.float32)
 
     @property
     def nbytes(self) -> int:
@@ -176,7 +181,7 @@ class Exchange:
         base: Floats | None = None,
     ) -> None:
         """Pack a chunk: with the ``error`` of the last time, or as differences to ``base``."""
-        border = 4 * chunk.exact_size
+        xp, border = self._device.xp, 4 * chunk.exact_size
         exact, coded = packed[:border].view(np.float32), packed[border:]
         behind = 0
         for start, stop in chunk.exact:
@@ -188,21 +193,21 @@ class Exchange:
             given = _joined(values, places, self._scratch[0])
             if base is not None:
                 there = _joined(base, places, self._scratch[1])
-                given = np.subtract(given, there, out=self._scratch[0, : end - begin])
+                given = xp.subtract(given, there, out=self._scratch[0, : end - begin])
             if error is None:
                 self._quantiser.encode(given, coded, begin)
                 continue
             tile = self._scratch[0, : end - begin]
             kept = _joined(error, places, self._scratch[1])
             with np.errstate(over="ignore", invalid="ignore"):
-                np.add(given, kept, out=tile)
+                xp.add(given, kept, out=tile)
             self._quantiser.encode(tile, coded, begin)
             back = self._scratch[1, : end - begin]
             self._quantiser.decode(coded, back, begin)
             with np.errstate(invalid="ignore"):
-                np.subtract(tile, back, out=tile)
+                xp.subtract(tile, back, out=tile)
             # What is inf or nan is found in this step, and does not come again in the next.
-            tile[~np.isfinite(tile)] = 0
+            xp.copyto(tile, 0, where=~xp.isfinite(tile))
             _put(tile, error, places)
 
     def _add_up(
@@ -213,12 +218,12 @@ class Exchange:
         With ``add`` what was quantised is added to what is there.
         """
         border = 4 * chunk.exact_size
-        sums = np.empty(chunk.exact_size, np.float32)
-        self._sum.reduce([part[:border].view(np.float32) for part in parts], sums)
+        sums = self._device.empty(chunk.exact_size, np.float32)
+        self._reduce([part[:border].view(np.float32) for part in parts], sums)
         _put(sums, out, [slice(a - chunk.start, b - chunk.start) for a, b in chunk.exact])
         rows = self._scratch
         if len(parts) > len(rows):
-            rows = self._scratch = np.empty((len(parts), self._tile), np.float32)
+            rows = self._scratch = self._device.empty((len(parts), self._tile), np.float32)
         for begin in range(0, chunk.coded_size, self._tile):
             end = min(begin + self._tile, chunk.coded_size)
             places = _places(chunk, begin, end)
@@ -230,12 +235,18 @@ class Exchange:
                 values = [row[: end - begin] for row in rows[: len(parts)]]
                 for part, row in zip(parts, values, strict=True):
                     self._quantiser.decode(part[border:], row, begin)
-                self._sum.reduce(values, target)
+                self._reduce(values, target)
             if add:
-                np.add(_joined(out, places, rows[1]), target, out=target)
+                self._device.xp.add(_joined(out, places, rows[1]), target, out=target)
             if not direct:
                 _put(target, out, places)
         out[chunk.end - chunk.start :] = 0
+
+    def _reduce(self, parts: Sequence[Floats], out: Floats) -> None:
+        if self._device.on_host:
+            self._sum.reduce(parts, out)
+        else:
+            self._sum.reduce_at_once(parts, out, self._device.empty)
 
 
 def _known(algorithm: str, collective: str) -> str:

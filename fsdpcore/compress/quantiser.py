@@ -83,6 +83,12 @@ class Format:
         """Bytes that so many values take."""
         return self.blocks(size) * (_SCALE_BYTES + self.width)
 
+    def parts(self, packed: Bytes) -> tuple[Floats, Bytes]:
+        """Return where in packed bytes the scales are, and the integers, by block."""
+        count = packed.size // (_SCALE_BYTES + self.width)
+        border = _SCALE_BYTES * count
+        return packed[:border].view(np.float32), packed[border:].reshape(count, self.width)
+
     @cached_property
     def signs(self) -> Floats:
         """What the values of a block are multiplied by before they are rotated."""
@@ -126,7 +132,7 @@ class Quantiser:
             packed: ``form.nbytes`` bytes of all of them.
             start: a multiple of the block.
         """
-        scales, codes = self._parts(packed)
+        scales, codes = self.form.parts(packed)
         block = self.form.block
         for begin in range(0, values.size, self.tile):
             tile = values[begin : begin + self.tile]
@@ -142,7 +148,7 @@ class Quantiser:
             out: contiguous; of any size, if it ends with a block, or with all values.
             start: a multiple of the block.
         """
-        scales, codes = self._parts(packed)
+        scales, codes = self.form.parts(packed)
         block = self.form.block
         for begin in range(0, out.size, self.tile):
             tile = out[begin : begin + self.tile]
@@ -152,12 +158,6 @@ class Quantiser:
             self._decode(scales[here], codes[here], whole)
             if whole is not tile:
                 tile[:] = whole[: tile.size]
-
-    def _parts(self, packed: Bytes) -> tuple[Floats, Bytes]:
-        """Return the scales, and the integers by block."""
-        count = packed.size // (_SCALE_BYTES + self.form.width)
-        border = _SCALE_BYTES * count
-        return packed[:border].view(np.float32), packed[border:].reshape(count, self.form.width)
 
     def _filled(self, tile: Floats, size: int) -> Floats:
         """Return whole blocks: a tile, filled up with zeros if its last block is not full."""

@@ -12,6 +12,7 @@ import numpy as np
 
 from fsdpcore.collectives import all_reduce
 from fsdpcore.collectives.consensus import compare
+from fsdpcore.collectives.on_device import in_background
 from fsdpcore.comm.backend import Backend
 from fsdpcore.compress.compression import Compression
 from fsdpcore.compress.exchange import Exchange
@@ -80,7 +81,8 @@ class _OuterUnit:
             shard[:] = self.params
             self.total = None
         else:
-            shard += np.subtract(self.params, self.sent, out=self.sent)
+            self.sent -= self.params
+            shard -= self.sent
 
 
 class OuterStep:
@@ -155,7 +157,7 @@ class OuterStep:
         self._check()
         form = None if compression is None else compression.reduces
         self._group, self._executor = groups, None
-        if self.delay:  # calls of two threads in one group have no order
+        if self.delay and engine.device.on_host:  # calls of two threads in a group have no order
             self._group = groups.sub(range(groups.world_size), name="outer steps")
             self._executor = groups.root.new_executor(f"outer-steps-rank{groups.root.rank}")
         self._exchange = None if form is None else Exchange(self._group, form)
@@ -167,7 +169,8 @@ class OuterStep:
             for number, unit in enumerate(trained)
         ]
         self.sends = sum(self._sends(each) for each in self._units)
-        begun = "".join(hex_digest(each.params.tobytes()) for each in self._units)
+        to_host = engine.device.to_host
+        begun = "".join(hex_digest(to_host(each.params).tobytes()) for each in self._units)
         told = (repr((self.every, fragments, self.delay, optimizer, compression)), begun)
         compare(
             groups,
@@ -187,8 +190,6 @@ class OuterStep:
                 f"OuterStep needs an optimizer that is elementwise, not {type(optimizer).__name__}:"
                 " it sees the differences of a shard only"
             )
-        if not engine.device.on_host:
-            raise ArgumentError("OuterStep is for arrays of the host, not for those of a GPU yet")
         if engine.offload is not None:
             raise ArgumentError(
                 "OuterStep does not go together with offload: what it keeps of the parameters "
@@ -222,7 +223,7 @@ class OuterStep:
     def _outer(self, unit: Unit, at: int) -> _OuterUnit:
         size, start = unit.valid_size, unit.layout.shard_size * unit.shard_rank
         params = unit.shard[:size].copy()
-        state = self.optimizer.init_state(size, params.dtype)
+        device, state = self.engine.device, self.optimizer.init_state(size, params.dtype)
         packing, errors = None, 0
         if self.compression is not None and self._exchange is not None:
             spans = self.compression.exact_spans(unit.name, unit.layout.params)
@@ -230,8 +231,10 @@ class OuterStep:
             bounds = bounds_of(split_sizes(size, self.groups.world_size))
             packing = Packing.of(bounds, size, exact, self._exchange.form)
             errors = 2 if self.compression.error_feedback else 0
-        left_out = tuple(np.zeros(size, np.float32) for _ in range(errors))
-        sent, total = (np.zeros_like(params) if self.delay else None for _ in range(2))
+        state = {name: device.from_host(array) for name, array in state.items()}
+        left_out = tuple(device.zeros(size, np.float32) for _ in range(errors))
+        late = 2 if self.delay else 0
+        sent, total = [device.zeros(size, params.dtype) for _ in range(late)] or (None, None)
         return _OuterUnit(unit, at, params, state, packing, left_out, sent, total)
 
     def _sends(self, outer: _OuterUnit) -> int:
@@ -266,7 +269,8 @@ class OuterStep:
         if not due:
             return False
         totals = [each.arrived() for each in due]
-        finite = np.array([all(np.isfinite(total).all() for total in totals)])
+        xp = self.engine.xp
+        finite = np.array([all(bool(xp.isfinite(total).all()) for total in totals)])
         if not all_reduce(finite, self.engine.everyone, op="min", label="outer step")[0]:
             names = ", ".join(each.unit.name for each in due)
             raise NonFiniteGradientError(
@@ -291,15 +295,18 @@ class OuterStep:
     def _begin(self, outer: _OuterUnit) -> None:
         """Have the sum of all groups' differences come, in the background with ``delay``."""
         shard = outer.unit.shard[: outer.params.size]
-        outer.total = np.subtract(outer.params, shard, out=outer.total)
+        outer.total = self.engine.xp.subtract(outer.params, shard, out=outer.total)
         self.bytes_sent += self._sends(outer)
-        if self._executor is None:
+        if outer.sent is None:  # there is no delay
             self._add_up(outer, outer.total)
             return
-        assert outer.sent is not None, "there is a delay"
         outer.sent[:] = shard
         task = functools.partial(self._add_up, outer, outer.total)
-        outer.work = self._executor.submit(task, f"outer step of unit {outer.unit.name}")
+        label = f"outer step of unit {outer.unit.name}"
+        if self._executor is None:
+            outer.work = in_background(self._group, label, task)
+        else:
+            outer.work = self._executor.submit(task, label)
 
     def _add_up(self, outer: _OuterUnit, difference: Array) -> None:
         """Put the sum over all groups in the place of this group's difference."""

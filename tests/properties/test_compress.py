@@ -10,7 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from numpy.testing import assert_array_equal
 from numpy.typing import NDArray
-from support.quantised import half_steps, round_trip, travelled, tree_sum
+from support.quantised import KINDS, half_steps, round_trip, travelled, tree_sum, values_of
 from support.spmd import run
 
 import fsdpcore as fc
@@ -20,23 +20,6 @@ from fsdpcore.compress.quantiser import Format, Quantiser
 from fsdpcore.core import compiling
 
 BLOCK = 8
-KINDS = ("normal", "zeros", "denormal", "huge", "outlier", "ties")
-
-
-def values_of(kind: str, size: int, seed: int) -> NDArray[np.float32]:
-    rng = np.random.default_rng(seed)
-    found: Any = rng.standard_normal(size)
-    if kind == "zeros":
-        found = np.zeros(size) * rng.choice([-1, 1], size)
-    elif kind == "denormal":
-        found = found * 2.0**-140
-    elif kind == "huge":
-        found = rng.choice([-1, 1], size) * rng.uniform(0.1, 1, size) * np.finfo(np.float32).max
-    elif kind == "outlier":
-        found = np.where(rng.random(size) < 0.05, 1e4, found)
-    elif kind == "ties":
-        found = rng.integers(-254, 255, size) / 2
-    return found.astype(np.float32)
 
 
 def there_and_back(values: NDArray[np.float32], form: Format, **options: Any) -> Any:

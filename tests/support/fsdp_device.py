@@ -64,6 +64,7 @@ class Way:
         clip, clip_value: of the update.
         divisor: of the step.
         whole: all units are gathered at once.
+        compression: of the engine.
     """
 
     ranks: int = 2
@@ -80,6 +81,7 @@ class Way:
     divisor: float | None = None
     algorithm: str = "direct"
     whole: bool = False
+    compression: fc.Compression | None = None
 
     def __str__(self) -> str:
         changed = [
@@ -134,6 +136,7 @@ def engine_of(backend: fc.Backend, way: Way) -> fc.FSDP:
         window=way.window,
         offload=fc.Offload(what=way.offload) if way.offload else None,  # type: ignore[arg-type]
         algorithm=way.algorithm,
+        compression=way.compression,
     )
 
 

@@ -11,6 +11,8 @@ from typing import Any
 
 import numpy as np
 
+from fsdpcore.compress import on_gpu
+from fsdpcore.compress.quantiser import Format
 from fsdpcore.core.buffers import BFLOAT16
 from fsdpcore.core.gpu_kernel import KernelSource
 from fsdpcore.fsdp.gpu import inplace, sums
@@ -19,11 +21,13 @@ from fsdpcore.fsdp.optim import formulas
 
 HALVES = (np.dtype(np.float16), BFLOAT16)
 FLOAT32, FLOAT64 = np.dtype(np.float32), np.dtype(np.float64)
+UINT8 = np.dtype(np.uint8)
 _CTYPES = {
     "float16": "float16",
     "bfloat16": "bfloat16",
     "float32": "float",
     "float64": "double",
+    "uint8": "unsigned char",
     "int32": "int",
     "int64": "long long",
 }
@@ -70,6 +74,10 @@ def kernels() -> Iterator[tuple[KernelSource, Dtypes]]:
     for kind in kinds:
         yield _summing(kind, FLOAT32)
         yield sums.fold_source(kind), dict.fromkeys(("slots", "folded"), FLOAT64)
+    for form in (Format(8, 64, False), Format(4, 4096, True)):
+        arrays = {**dict.fromkeys(("values", "signs", "scales"), FLOAT32), "codes": UINT8}
+        yield on_gpu.encode_source(form), arrays
+        yield on_gpu.decode_source(form), arrays
 
 
 def text() -> str:

@@ -11,6 +11,9 @@ from numpy.typing import NDArray
 TINY = float(np.finfo(np.float32).tiny)
 LARGEST = float(np.finfo(np.float32).max)
 
+KINDS = ("normal", "zeros", "denormal", "huge", "outlier", "ties")
+"""Of ``values_of``."""
+
 
 def step_of(part: NDArray[Any], bits: int) -> float:
     """The smallest step with which no value is off by more than half of it.
@@ -78,3 +81,20 @@ def tree_sum(parts: list[NDArray[Any]]) -> NDArray[Any]:
         pairs = [parts[i : i + 2] for i in range(0, len(parts), 2)]
         parts = [pair[0] + pair[1] if len(pair) == 2 else pair[0] for pair in pairs]
     return parts[0]
+
+
+def values_of(kind: str, size: int, seed: int) -> NDArray[np.float32]:
+    """Draw values, the hard ones of one of ``KINDS``."""
+    rng = np.random.default_rng(seed)
+    found: Any = rng.standard_normal(size)
+    if kind == "zeros":
+        found = np.zeros(size) * rng.choice([-1, 1], size)
+    elif kind == "denormal":
+        found = found * 2.0**-140
+    elif kind == "huge":
+        found = rng.choice([-1, 1], size) * rng.uniform(0.1, 1, size) * np.finfo(np.float32).max
+    elif kind == "outlier":
+        found = np.where(rng.random(size) < 0.05, 1e4, found)
+    elif kind == "ties":
+        found = rng.integers(-254, 255, size) / 2
+    return found.astype(np.float32)

@@ -49,6 +49,10 @@ WAYS = [
     Way(4, HYBRID, parts=2, offload="all", clip=0.5, optimizer="muon"),
     Way(2, FULL, precision="fp16", parts=2, offload="all", whole=True),
     Way(4, HYBRID, parts=2, deferred=True, prefetch=2, whole=True),
+    Way(2, FULL, prefetch=2, clip=0.5, compression=fc.Compression("int8", "int4", keep=True)),
+    Way(3, GRADS, parts=2, compression=fc.Compression("int4", "int4", error_feedback=True)),
+    Way(4, HYBRID, parts=2, compression=fc.Compression("int4", "int8", exact=(), block=8)),
+    Way(3, NONE, parts=2, compression=fc.Compression("int8", "int4", error_feedback=True)),
 ]
 # What adds no choice that is not in one of those.
 OTHERS = [

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from numpy.testing import assert_array_equal
+from support.fsdp_device import needs_compiler, on_gpus, on_host
 from support.fsdp_steps import cause_of, launch, train
 
 import fsdpcore as fc
@@ -144,6 +145,20 @@ def test_differences_travel_quantised_and_resume_with_the_same_bits(
     found = launch(body)
     assert len({bits for bits, _, _ in found}) == (2 if delay else 1)  # groups have gone on
     assert all(sent < plain for _, sent, plain in found)
+
+
+@needs_compiler
+@pytest.mark.parametrize("delay", [0, 3])
+def test_the_bits_on_gpus_are_those_of_the_host(delay: int) -> None:
+    def body(backend: fc.Backend) -> tuple[bytes, bytes]:
+        engine, outer = make(backend, compression=INT4, delay=delay, fragments=2)
+        take_steps(engine, outer, 9)
+        params = engine.state_dict(full=True).values()
+        kept = [p.array for a in outer.state_dict().values() for p in a.pieces]
+        host = engine.device.to_host
+        return tuple(b"".join(host(a).tobytes() for a in arrays) for arrays in (params, kept))
+
+    assert on_gpus(body, 4) == on_host(body, 4)
 
 
 def test_one_checkpoint_of_several_groups_is_refused(tmp_path: Path) -> None:

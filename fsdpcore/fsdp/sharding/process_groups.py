@@ -102,8 +102,11 @@ class ProcessGroups:
 
         Calls of two threads in one group have no order, which all ranks of the group must follow.
         There is one for each group, made when it is asked for first: so that has to be on the
-        thread that calls the other collectives.
+        thread that calls the other collectives. On a GPU, where that thread enqueues all of them,
+        it is the group itself.
         """
+        if not self.device.on_host:
+            return group
         if (use, group) not in self._apart:
             name = f"fsdp {use} in the background"
             self._apart[use, group] = group.sub(range(group.world_size), name=name)

@@ -69,7 +69,7 @@ def make_model(
         ShardedUnit(unit, options.precision, shards, block, lags=lags) for unit in units
     )
     if compression is not None:
-        check_quantised(compression, sharded, on_host=backend.device.on_host)
+        check_quantised(compression, sharded)
     scaler = Scaler(options.precision.scaling)
     return ShardedModel(sharded, groups, options, optimizers, scaler, EngineStatus(), leaves, wire)
 

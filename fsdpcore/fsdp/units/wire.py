@@ -1,7 +1,8 @@
 """What of an engine travels quantised: its parameters when they are gathered, and its gradients.
 
-Each goes on in the order in which it was begun, on a thread of ``ProcessGroups.background`` and in
-groups of its own: there a collective is only a part of the work.
+Each goes on in the order in which it was begun. On the host that is on a thread of
+``ProcessGroups.background`` and in groups of its own: there a collective is only a part of the
+work. On a GPU all of it is enqueued in the background of the device.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fsdpcore.collectives import all_gather, all_reduce, reduce_scatter
+from fsdpcore.collectives.on_device import in_background
 from fsdpcore.comm.backend import Backend
 from fsdpcore.compress.compression import Compression, matching
 from fsdpcore.compress.exchange import Exchange
@@ -69,9 +71,17 @@ class Wire:
         exchanges = (self.gathering, self.summing, self.spreading)
         return sum(each.nbytes for each in exchanges if each is not None)
 
+    def zeros(self, size: int) -> Array:
+        """Return zeros of float32 where the engine's arrays are."""
+        return self._groups.device.zeros(size, np.float32)
+
     def run(self, use: Use, task: Callable[[], None], label: str, *, async_op: bool) -> Work | None:
         """Have a task done behind those of the same use that were begun before."""
-        work = self._groups.background(use).submit(task, label)
+        groups = self._groups
+        if groups.device.on_host:
+            work: Work = groups.background(use).submit(task, label)
+        else:
+            work = in_background(groups.whole, label, task)
         if async_op:
             return work
         work.wait()
@@ -182,7 +192,7 @@ class UnitReduction:
             self._spreading = travel.spreading(layout, exact, rank % travel.placement.shards)
         sizes = [travel.errors(layout, each) for each in range(travel.placement.world_size)]
         self.error_sizes = [sum(each) for each in sizes]
-        self.error = np.zeros(self.error_sizes[rank], np.float32)
+        self.error = wire.zeros(self.error_sizes[rank])
         ends = np.cumsum(sizes[rank])
         self._errors = [
             self.error[end - size : end] for end, size in zip(ends, sizes[rank], strict=True)
@@ -248,16 +258,13 @@ def check_composes(compression: Compression, options: EngineOptions, tensor: obj
             raise ArgumentError(f"compression does not go together with {name}, {why}")
 
 
-def check_units(compression: Compression, units: Iterable[Any], *, on_host: bool) -> None:
+def check_units(compression: Compression, units: Iterable[Any]) -> None:
     """Raise ArgumentError where parameters or gradients are such as cannot be quantised.
 
     Args:
         compression: as given.
         units: of the engine, laid out.
-        on_host: the arrays are in the memory of the host.
     """
-    if not on_host:
-        raise ArgumentError("compression is for arrays of the host; on GPUs leave it out")
     patterns = dict.fromkeys(compression.exact or (), 0)
     for unit in units:
         dtypes = unit.dtypes
