@@ -46,8 +46,8 @@ class Compression:
             stays with them, packed, until the next update: so parameters travel once in a step, not
             once for each pass. It takes memory for all parameters in so few bits on each rank, and
             changes no bit. With ``reshard_after_forward=n``, which keeps a part, it does nothing.
-        hosts_only: groups of ranks that are all on one host move float32; what others have to
-            wait for a network for is not.
+        hosts_only: what never leaves a host is not quantised: parameters where no ranks that share
+            a copy are on two hosts, and gradients where none that sum them up are.
 
     Raises:
         ArgumentError: a value that makes no sense.

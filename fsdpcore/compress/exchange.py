@@ -12,6 +12,7 @@ Each rank unpacks its own chunk as well, so that all have the same bits.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any
@@ -25,6 +26,9 @@ from fsdpcore.compress.on_gpu import GpuQuantiser
 from fsdpcore.compress.packing import Chunk, Packing
 from fsdpcore.compress.quantiser import Bytes, Floats, Format, Quantiser
 from fsdpcore.core.reductions import Reduction
+
+# Scratch memory for what ranks have sent of a chunk, at most.
+_MOST_TILES = 16
 
 
 class Exchange:
@@ -187,22 +191,23 @@ class Exchange:
         for start, stop in chunk.exact:
             exact[behind : behind + stop - start] = values[start - chunk.start : stop - chunk.start]
             behind += stop - start
+        one, other = self._scratch.reshape(-1)[: 2 * self._tile].reshape(2, -1)
         for begin in range(0, chunk.coded_size, self._tile):
             end = min(begin + self._tile, chunk.coded_size)
             places = _places(chunk, begin, end)
-            given = _joined(values, places, self._scratch[0])
+            given = _joined(values, places, one)
             if base is not None:
-                there = _joined(base, places, self._scratch[1])
-                given = xp.subtract(given, there, out=self._scratch[0, : end - begin])
+                there = _joined(base, places, other)
+                given = xp.subtract(given, there, out=one[: end - begin])
             if error is None:
                 self._quantiser.encode(given, coded, begin)
                 continue
-            tile = self._scratch[0, : end - begin]
-            kept = _joined(error, places, self._scratch[1])
+            tile = one[: end - begin]
+            kept = _joined(error, places, other)
             with np.errstate(over="ignore", invalid="ignore"):
                 xp.add(given, kept, out=tile)
             self._quantiser.encode(tile, coded, begin)
-            back = self._scratch[1, : end - begin]
+            back = other[: end - begin]
             self._quantiser.decode(coded, back, begin)
             with np.errstate(invalid="ignore"):
                 xp.subtract(tile, back, out=tile)
@@ -221,11 +226,15 @@ class Exchange:
         sums = self._device.empty(chunk.exact_size, np.float32)
         self._reduce([part[:border].view(np.float32) for part in parts], sums)
         _put(sums, out, [slice(a - chunk.start, b - chunk.start) for a, b in chunk.exact])
-        rows = self._scratch
-        if len(parts) > len(rows):
-            rows = self._scratch = self._device.empty((len(parts), self._tile), np.float32)
-        for begin in range(0, chunk.coded_size, self._tile):
-            end = min(begin + self._tile, chunk.coded_size)
+        # Of so many ranks that their tiles would be large together, less is summed up at once.
+        size = self._tile * min(_MOST_TILES, len(parts)) // len(parts)
+        size = max(size // chunk.form.block, 1) * chunk.form.block
+        shape = (max(2, len(parts)), size)
+        if self._scratch.size < math.prod(shape):
+            self._scratch = self._device.empty(shape, np.float32)
+        rows = self._scratch.reshape(-1)[: math.prod(shape)].reshape(shape)
+        for begin in range(0, chunk.coded_size, size):
+            end = min(begin + size, chunk.coded_size)
             places = _places(chunk, begin, end)
             direct = len(places) == 1 and not add
             target = out[places[0]] if direct else rows[0, : end - begin]

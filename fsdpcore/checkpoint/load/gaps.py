@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from fsdpcore.core.errors import ArgumentError, CheckpointError
 from fsdpcore.core.text import listed
-from fsdpcore.fsdp.state.state import OPTIMIZER_PREFIX, Progress
+from fsdpcore.fsdp.state.state import OPTIMIZER_PREFIX, Progress, of_compression
 
 _SHOWN = 8  # names in a message, before they are grouped
 
@@ -27,7 +27,7 @@ class Gaps(NamedTuple):
     uncovered: tuple[str, ...]
 
     def check_none(self, what: str, beside: str, ending: str) -> None:
-        """Raise if there are any.
+        """Raise if there are any, but for what engines with compression do without.
 
         Args:
             what: is being loaded.
@@ -38,15 +38,19 @@ class Gaps(NamedTuple):
             ArgumentError: arrays are missing or unexpected.
             CheckpointError: elements of some are.
         """
+        missing, unexpected = (
+            [name for name in names if not of_compression(name)]
+            for names in (self.missing, self.unexpected)
+        )
         hint = "strict=False loads what fits"
-        if any(name.startswith(OPTIMIZER_PREFIX) for name in (*self.missing, *self.unexpected)):
+        if any(name.startswith(OPTIMIZER_PREFIX) for name in (*missing, *unexpected)):
             hint += ", and optimizer=False leaves the optimizer alone"
         hint += beside
         parts = []
-        if self.missing:
-            parts.append(f"missing in the checkpoint are {_few(self.missing)}")
-        if self.unexpected:
-            parts.append(f"unexpected are {_few(self.unexpected)}")
+        if missing:
+            parts.append(f"missing in the checkpoint are {_few(missing)}")
+        if unexpected:
+            parts.append(f"unexpected are {_few(unexpected)}")
         if parts:
             raise ArgumentError(f"{what}: {'; '.join(parts)} ({hint}). {ending}")
         if self.uncovered:

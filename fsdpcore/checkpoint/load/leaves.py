@@ -41,7 +41,7 @@ from fsdpcore.core.buffers import Array
 from fsdpcore.core.errors import ArgumentError
 from fsdpcore.core.foreign import library_of
 from fsdpcore.core.trees import branch
-from fsdpcore.fsdp.state.state import EngineState
+from fsdpcore.fsdp.state.state import EngineState, ShardedArray, left_out, of_compression
 
 Missing = Set[str]
 """Names of arrays that were not read, since nothing is stored for them."""
@@ -155,13 +155,22 @@ class EngineLeaf(Leaf):
         arrays = {name: array for name, array in self.arrays.items() if name in names}
         return Fitted(lambda missing: self.value, arrays)
 
+    def forget(self, missing: Missing) -> None:
+        """Clear what quantising has left out so far, where nothing of that is stored."""
+        for name in filter(left_out, missing & self.arrays.keys()):
+            shard = self.arrays[name]
+            assert isinstance(shard, ShardedArray), "engines have no others"
+            for piece in shard.pieces:
+                piece.array[...] = 0
+
     def finish(self, missing: Missing, *, whole: bool, info: Any) -> None:
         """Take over the number of steps and what else ``info`` has, if that is not None."""
         if self.engine is None:
             return
         if info is not None:
             self.engine.load_info(info)
-        complete = whole and not (missing & self.arrays.keys())
+        lacking = missing & self.arrays.keys()
+        complete = whole and all(map(of_compression, lacking))
         self.engine.partially_updated = self.was_partial and not complete
 
 

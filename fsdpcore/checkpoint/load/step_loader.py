@@ -365,11 +365,12 @@ class StepLoader:
 
     def _read(self, files: FileSet, fit: _Fit, gaps: Gaps, found: SharedCandidate) -> str | None:
         """Read; return why this is no valid checkpoint where another one may be loaded."""
+        missing = set(gaps.missing)
         for leaf in self._target.engines:
             if leaf.engine is not None:
                 leaf.engine.partially_updated = True
+                leaf.forget(missing)
         self._read_last = found.name
-        missing = set(gaps.missing)
         self._left = missing if self._left is None else self._left & missing
         with files:
             error = read_all(files, fit.catalog, fit.batches, self._backend, timeout=self._timeout)

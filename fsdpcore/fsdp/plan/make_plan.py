@@ -107,7 +107,7 @@ def make_plan(
     as_choice(sync, get_args(Sync), "sync")
     states = as_int(optimizer_states, "optimizer_states", minimum=0)
     place, virtual = strategy.place(world_size), virtual_ranks is not None
-    travel = Travel(compression, place) if isinstance(compression, Compression) else compression
+    travel = Travel.of(compression, place) if isinstance(compression, Compression) else compression
     if virtual_ranks is not None:
         virtual_ranks = as_int(virtual_ranks, "virtual_ranks", minimum=world_size)
         if travel is not None:

@@ -7,7 +7,7 @@ from typing import Literal
 
 from fsdpcore.comm.backend import Backend
 from fsdpcore.core.device import Device
-from fsdpcore.core.work import OrderedExecutor
+from fsdpcore.fsdp.sharding.background import Background
 from fsdpcore.fsdp.sharding.placement import Placement
 
 Use = Literal["parameters", "gradients"]
@@ -42,7 +42,7 @@ class ProcessGroups:
     _apart: dict[tuple[Use, Backend], Backend] = field(
         default_factory=dict, compare=False, repr=False
     )
-    _threads: dict[Use, OrderedExecutor] = field(default_factory=dict, compare=False, repr=False)
+    _threads: dict[Use, Background] = field(default_factory=dict, compare=False, repr=False)
 
     @classmethod
     def of(
@@ -74,15 +74,18 @@ class ProcessGroups:
             tensor,
         )
 
-    def background(self, use: Use) -> OrderedExecutor:
+    def background(self, use: Use) -> Background:
         """Return the thread for what is more than a collective, one after the other.
 
         Parameters and gradients have one each: what one of them packs and unpacks goes on while
-        the other one moves.
+        the other one moves. All ranks have the same order of collectives in each group since the
+        thread that trains submits in the order of the program, tasks of one use run in the order
+        in which they were submitted, and only they call the collectives of the groups of ``apart``
+        for that use.
         """
         if use not in self._threads:
             root = self.whole.root
-            self._threads[use] = root.new_executor(f"fsdpcore-rank{root.rank}-{use}")
+            self._threads[use] = Background(root, f"fsdpcore-rank{root.rank}-{use}")
         return self._threads[use]
 
     @property
@@ -114,8 +117,8 @@ class ProcessGroups:
 
     def close(self) -> None:
         """Close the groups, but not what they are groups of."""
-        for executor in self._threads.values():
-            self.whole.root.end_executor(executor)
+        for thread in self._threads.values():
+            thread.close()
         for group in self._apart.values():
             group.close()
         for group in (self.shards, self.replicas, self.regather_group, self.everyone):

@@ -6,7 +6,7 @@ count it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -27,16 +27,43 @@ class Travel:
     Attributes:
         compression: how.
         placement: of the engine.
-        shards: it is among the ranks that share a copy.
-        replicas: it is among those that hold the same shard.
-        whole: it is among all ranks.
+        shards: among the ranks that share a copy.
+        replicas: among those that hold the same shard.
+        whole: among all ranks.
     """
 
     compression: Compression
     placement: Placement
-    shards: bool = True
-    replicas: bool = True
-    whole: bool = True
+    shards: bool
+    replicas: bool
+    whole: bool
+
+    @classmethod
+    def of(
+        cls, compression: Compression, placement: Placement, hosts: Sequence[int] | None = None
+    ) -> Travel:
+        """Find what is quantised; the same on all ranks, since they have to do the same.
+
+        Args:
+            compression: how.
+            placement: of the engine.
+            hosts: the number of each rank's host, for ``hosts_only``; None for a host each.
+        """
+        size, shards = placement.world_size, placement.shards
+
+        def moves(groups: Iterable[range]) -> bool:
+            """Whether one of such groups has ranks that something is quantised between."""
+            if compression.hosts_only and hosts is not None:
+                return any(len({hosts[rank] for rank in group}) > 1 for group in groups)
+            return any(len(group) > 1 for group in groups)
+
+        return cls(
+            compression,
+            placement,
+            shards=moves(range(first, first + shards) for first in range(0, size, shards)),
+            replicas=moves(range(shard, size, shards) for shard in range(shards)),
+            whole=moves([range(size)]),
+        )
 
     @property
     def gathers(self) -> bool:

@@ -12,7 +12,7 @@ from fsdpcore.core.errors import ArgumentError
 from fsdpcore.core.geometry.boxes import ArrayBox
 from fsdpcore.core.geometry.layout import FlatLayout, ParamRange
 from fsdpcore.fsdp.offload.arrays import GRADIENTS, WRITTEN, ArrayKind
-from fsdpcore.fsdp.state.state import optimizer_name
+from fsdpcore.fsdp.state.state import LEFT_OUT, RECEIVED, optimizer_name
 from fsdpcore.fsdp.units.sharded_unit import ShardedUnit
 from fsdpcore.fsdp.units.updates import ShardUpdate
 
@@ -153,11 +153,11 @@ def quantising_entries(unit: ShardedUnit) -> Iterator[StateEntry]:
         if part.received is not None:
             bounds = bounds_in(part.layout, param)
             data = _cut(part.received, part.layout, param, bounds, part.rank)
-            name = optimizer_name("received", f"{unit.name}.{param.name}")
+            name = optimizer_name(RECEIVED, f"{unit.name}.{param.name}")
             yield _entry(name, unit, param.shape, bounds, part.rank, data, WRITTEN)
     if quantised is not None and quantised.error.size:
         sizes = quantised.error_sizes
-        name = optimizer_name(f"left_out_by_{len(sizes)}_ranks", unit.name)
+        name = optimizer_name(f"{LEFT_OUT}_{len(sizes)}_ranks", unit.name)
         rank, bounds = quantised.rank, tuple(bounds_of(sizes))
         entry = _entry(name, unit, bounds[-1:], bounds, rank, quantised.error, GRADIENTS)
         yield replace(entry, of_all=True)

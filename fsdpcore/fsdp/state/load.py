@@ -22,7 +22,14 @@ from fsdpcore.fsdp.sharding.process_groups import ProcessGroups
 from fsdpcore.fsdp.sharding.tensor_group import described
 from fsdpcore.fsdp.state.boxes import scatter_boxes
 from fsdpcore.fsdp.state.entries import StateEntry, entries_of, ignored_of, ties_of
-from fsdpcore.fsdp.state.state import EngineState, LoadReport, Progress, ShardedArray
+from fsdpcore.fsdp.state.state import (
+    EngineState,
+    LoadReport,
+    Progress,
+    ShardedArray,
+    left_out,
+    of_compression,
+)
 from fsdpcore.fsdp.state.writing import UNCHANGED, same_bits, set_ignored, set_progress
 from fsdpcore.fsdp.units.model import ShardedModel
 from fsdpcore.fsdp.units.param_tree import ParamTree
@@ -150,15 +157,19 @@ class _StateLoader:
         if given is not None:
             arrays = self._untied(given)
             plan = self._plan(arrays, progress)
-            left = [name for name in plan.missing if name not in optional]
-            if strict and (left or plan.unexpected):
-                self.problems.append(self._misfit(left, plan.unexpected, len(arrays)))
+            free = {*optional, *filter(of_compression, (*plan.missing, *plan.unexpected))}
+            left, more = (
+                [name for name in names if name not in free]
+                for names in (plan.missing, plan.unexpected)
+            )
+            if strict and (left or more):
+                self.problems.append(self._misfit(left, more, len(arrays)))
         plan = self._agreed(plan)
         self._load(arrays, set(plan.present))
         if plan.step >= 0:
             scale = None if plan.scale is None else (float(plan.scale[0]), int(plan.scale[1]))
             set_progress(self._model, Progress(plan.step, scale))
-        if self._optimizer and not plan.missing:
+        if self._optimizer and all(map(of_compression, plan.missing)):
             self._model.status.partially_updated = False
         return LoadReport(tuple(plan.missing), tuple(plan.unexpected))
 
@@ -296,6 +307,9 @@ class _StateLoader:
             with unit.rewriting(optimizer=self._optimizer):
                 for entry in here:
                     self._fill(entry, arrays.get(entry.name))
+                for entry in self._entries:
+                    if entry.unit is unit and entry.name not in present and left_out(entry.name):
+                        entry.data[...] = 0
         for name, (unit, param) in self._ignored.items():
             if name in present:
                 self._replace(unit, param, arrays.get(name))

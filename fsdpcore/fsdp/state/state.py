@@ -31,6 +31,24 @@ def optimizer_name(state: str, param: str) -> str:
     return f"{OPTIMIZER_PREFIX}{state}/{param}"
 
 
+RECEIVED, LEFT_OUT = "received", "left_out_by"
+"""States of parameters that travel quantised: what all ranks have of them, and, followed by how
+many ranks there are, what quantising gradients has left out so far."""
+
+
+def of_compression(name: str) -> bool:
+    """Whether an array is such a state.
+
+    An engine goes on without: it gathers parameters as they are, and has left out nothing.
+    """
+    return name.startswith(optimizer_name(RECEIVED, "")) or left_out(name)
+
+
+def left_out(name: str) -> bool:
+    """Whether an array is the second of these states."""
+    return name.startswith(OPTIMIZER_PREFIX + LEFT_OUT)
+
+
 class ArrayPiece(NamedTuple):
     """Elements ``[start, stop)`` of an array that is flattened in C order.
 

@@ -338,10 +338,10 @@ class UnitGradients:
         if groups.whole.world_size == 1:
             own[...] = flat[self._range]
             return None
+        label = label if divisor is None else f"{label}, divisor {divisor}"
         if self.quantised is not None:
             return self.quantised.start(flat, own, label, async_op=async_op)
         options: dict[str, Any] = {"op": self._op(divisor), "algorithm": self._algorithm}
-        label = label if divisor is None else f"{label}, divisor {divisor}"
         first: dict[str, Any] = {"out": own, "async_op": async_op, "label": label, **options}
         if self._placement.whole_gradients:
             return all_reduce(flat, groups.whole, **first)
@@ -349,21 +349,18 @@ class UnitGradients:
         if not self._placement.reduces_twice:
             return started
 
-        def sum_over_replicas() -> None:
-            if async_op:
-                started.wait()
-            all_reduce(
-                own,
-                groups.replicas,
-                out=own,
-                label=f"gradients of unit {self._places.unit}, over replicas",
-                **options,
-            )
-
+        label = f"{label}, over replicas"
         if not async_op:
-            return sum_over_replicas()
+            all_reduce(own, groups.replicas, out=own, label=label, **options)
+            return None
+        replicas = groups.summing_in_background[1]
+
+        def sum_over_replicas() -> None:
+            started.wait()
+            all_reduce(own, replicas, out=own, label=label, **options)
+
         # Replicas are on different hosts, as a rule: that is what is worth hiding most.
-        return groups.background("gradients").submit(sum_over_replicas, f"{label}, over replicas")
+        return groups.background("gradients").submit(sum_over_replicas, label)
 
     def _start_exchange(
         self, flats: list[Array], own: Array, label: str, async_op: bool
@@ -422,18 +419,22 @@ class UnitGradients:
         reducing = self._reducing
         if reducing is None:
             return
-        self._reducing = None
+        work = reducing.work
         try:
-            if reducing.work is not None:
-                reducing.work.wait()
+            if work is not None:
+                work.wait()
+            self._reducing = None
             reduced = reducing.reduced
             if reduced is None:
                 reduced = self._conclude(reducing.own, reducing.divisor)
             self._reduced = reduced
         finally:
-            # Where the sum went elsewhere, the full gradients are what this rank has written.
-            intact = reducing.own is self._buffer and len(reducing.flats) == 1
-            self._free(reducing.flats, self._places.unit if intact else "")
+            # After an interrupt it goes on, and is waited for again.
+            if self._reducing is None or (work is not None and work.done()):
+                self._reducing = None
+                # Where the sum went elsewhere, the full gradients are what this rank has written.
+                intact = reducing.own is self._buffer and len(reducing.flats) == 1
+                self._free(reducing.flats, self._places.unit if intact else "")
 
     def _conclude(self, own: Array, divisor: float | None) -> Array:
         """Divide the sum, and add it to what is kept; return that."""

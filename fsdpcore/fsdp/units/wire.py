@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 
 from fsdpcore.collectives import all_gather, all_reduce, reduce_scatter
 from fsdpcore.collectives.on_device import in_background
-from fsdpcore.comm.backend import Backend
 from fsdpcore.compress.compression import Compression, matching
 from fsdpcore.compress.exchange import Exchange
 from fsdpcore.core.buffers import Array
@@ -39,16 +38,15 @@ class Wire:
 
     Attributes:
         travel: what is quantised.
+        algorithm: as given.
+        gathering: of parameters; None if they travel as they are.
+        first, second: the ranks that sum gradients first, and those that do so then.
+        summing, spreading: the same, for what is quantised; None for what travels as it is.
     """
 
     def __init__(self, compression: Compression, groups: ProcessGroups, algorithm: str) -> None:
-        self.travel = Travel(
-            compression,
-            groups.placement,
-            shards=_quantised(groups.shards, compression),
-            replicas=_quantised(groups.replicas, compression),
-            whole=_quantised(groups.whole, compression),
-        )
+        self.travel = Travel.of(compression, groups.placement, groups.whole.hosts)
+        self.algorithm = algorithm
         self._groups = groups
         travel = self.travel
         gathers, reduces = compression.gathers, compression.reduces
@@ -79,20 +77,16 @@ class Wire:
         """Have a task done behind those of the same use that were begun before."""
         groups = self._groups
         if groups.device.on_host:
-            work: Work = groups.background(use).submit(task, label)
-        else:
-            work = in_background(groups.whole, label, task)
+            thread = groups.background(use)
+            if async_op:
+                return thread.submit(task, label)
+            thread.run(task, label)
+            return None
+        work = in_background(groups.whole, label, task)
         if async_op:
             return work
         work.wait()
         return None
-
-
-def _quantised(group: Backend, compression: Compression) -> bool:
-    """Whether what a group of ranks exchanges is quantised."""
-    if group.world_size == 1:
-        return False
-    return not compression.hosts_only or len(set(group.hosts)) > 1
 
 
 class UnitGathering:
@@ -158,7 +152,8 @@ class UnitGathering:
             if first:
                 start = own.size * group.rank
                 mine = flat[start : start + own.size]
-                all_gather(mine, group, out=flat, label=f"{label}, as it is")
+                options: dict[str, Any] = {"algorithm": self._wire.algorithm}
+                all_gather(mine, group, out=flat, label=f"{label}, as it is", **options)
             self._exchange.gather(own, self._packing, flat, label, differences=True)
 
         return self._wire.run("parameters", gather, label, async_op=async_op)
@@ -217,10 +212,11 @@ class UnitReduction:
 
     def _sum(self, flat: Array, own: Array, label: str) -> None:
         wire = self._wire
+        options: dict[str, Any] = {"algorithm": wire.algorithm, "label": label}
         of_flat, of_sum = self._errors[:2] if self.error.size else (None, None)
         if wire.summing is None:
             assert not self._whole
-            reduce_scatter(flat, wire.first, out=own, label=label)
+            reduce_scatter(flat, wire.first, out=own, **options)
         elif self._whole:
             wire.summing.reduce(flat, self._summing, own, (of_flat, of_sum), label)
         else:
@@ -228,8 +224,9 @@ class UnitReduction:
 
     def _sum_over_replicas(self, own: Array, label: str) -> None:
         wire = self._wire
+        options: dict[str, Any] = {"algorithm": wire.algorithm, "label": label}
         if wire.spreading is None:
-            all_reduce(own, wire.second, out=own, label=label)
+            all_reduce(own, wire.second, out=own, **options)
             return
         of_shard, of_sum = self._errors[2:] if self.error.size else (None, None)
         wire.spreading.reduce(own, self._spreading, own, (of_shard, of_sum), label)
