@@ -295,11 +295,6 @@ def learning_rate(options: Options) -> fc.optim.Schedule:
     return fc.optim.schedules.Cosine(options.lr, warmup, total, floor=options.lr / 10)
 
 
-def compression(width: Any) -> fc.Compression:
-    """Parameters and gradients as integers of as many bits."""
-    return fc.Compression(width, width)
-
-
 @fc.elastic.run
 def main(job: fc.elastic.Job, options: Options) -> list[float]:
     """One rank's program; returns the losses of all steps.
@@ -423,7 +418,7 @@ def cli(
         int | None, typer.Option(help="Shares of a batch: the bits are the same on any ranks.")
     ] = None,
     compress: Annotated[
-        str | None, typer.Option(help="int8 or int4: how parameters and gradients travel.")
+        str | None, typer.Option(help="How they travel: int8, int4, int8,int4 or int8,int4,keep.")
     ] = None,
     outer_every: Annotated[
         int | None, typer.Option(min=1, help="Steps in which groups of ranks train apart.")
@@ -463,7 +458,7 @@ def cli(
             resume=resume,
             precision=precision,
             virtual_ranks=virtual_ranks,
-            compression=None if compress is None else compression(compress),
+            compression=None if compress is None else fc.Compression.parse(compress),
             outer_every=outer_every,
             groups=groups,
         )

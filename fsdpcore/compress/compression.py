@@ -14,6 +14,7 @@ from fsdpcore.core.errors import ArgumentError
 from fsdpcore.core.geometry.layout import ParamRange
 
 Width: TypeAlias = Literal["int8", "int4"]
+_LIKE: Literal["like gather"] = "like gather"
 _BITS = {"int8": 8, "int4": 4}
 _KEEP = "keep"
 _SMALLEST_BLOCK, _LARGEST_BLOCK = 8, 4096
@@ -34,7 +35,7 @@ class Compression:
 
     Args:
         gather: of parameters: "int8", "int4", or None for float32.
-        reduce: of gradients, likewise.
+        reduce: of gradients, likewise; by default as ``gather``.
         rotation: blocks are rotated by a Hadamard matrix, so that an outlier costs less; by default
             where there are 4 bits. None of the two costs a byte.
         error_feedback: what quantising a gradient has left out is added to the next one. It takes
@@ -58,7 +59,7 @@ class Compression:
     """
 
     gather: Width | None = "int8"
-    reduce: Width | None = "int8"
+    reduce: Width | Literal["like gather"] | None = _LIKE
     rotation: bool | None = None
     error_feedback: bool = False
     block: int = 64
@@ -67,6 +68,8 @@ class Compression:
     hosts_only: bool = False
 
     def __post_init__(self) -> None:
+        if self.reduce == _LIKE:
+            object.__setattr__(self, "reduce", self.gather)
         for field in ("gather", "reduce"):
             as_choice(getattr(self, field), (*get_args(Width), None), f"{field} of Compression")
         as_choice(self.rotation, (True, False, None), "rotation of Compression")
@@ -127,7 +130,7 @@ class Compression:
     @property
     def reduces(self) -> Format | None:
         """How gradients travel; None for float32."""
-        return self._format(self.reduce)
+        return self._format(cast(Width | None, self.reduce))
 
     def _format(self, width: Width | None) -> Format | None:
         if width is None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -20,69 +19,17 @@ from fsdpcore.compress.packing import Packing
 from fsdpcore.core.buffers import Array, bounds_of, split_sizes
 from fsdpcore.core.checks import as_instance, as_int
 from fsdpcore.core.digests import hex_digest
-from fsdpcore.core.errors import ArgumentError, NonFiniteGradientError
-from fsdpcore.core.work import Work
+from fsdpcore.core.errors import ArgumentError, NonFiniteGradientError, StateError
 from fsdpcore.fsdp.engine import FSDP
 from fsdpcore.fsdp.optim.base import Optimizer
 from fsdpcore.fsdp.optim.sgd import SGD
+from fsdpcore.fsdp.outer_unit import OuterUnit
+from fsdpcore.fsdp.sharding.background import Background
 from fsdpcore.fsdp.state.state import FORMAT, ArrayPiece, EngineState, ShardedArray
 from fsdpcore.fsdp.units.unit import Unit
+from fsdpcore.fsdp.units.wire import check_patterns
 
 _NESTEROV = SGD(lr=0.7, momentum=0.5, nesterov=True)
-
-
-@dataclass
-class _OuterUnit:
-    """What is kept of a unit: this rank's shard, without padding.
-
-    Attributes:
-        unit: of the engine.
-        at: it meets in calls whose number is this, modulo the number of steps between.
-        params: as they were when the groups met last.
-        state: of the optimizer.
-        packing: how differences travel; None as they are.
-        errors: what quantising has left out of the differences, and of the part of their sum that
-            this rank makes; none without error feedback.
-        sent: the shard as it was when its difference began to travel; None without ``delay``.
-        total: the sum of all groups' differences, once it is there.
-        work: what has it come; None if it is there, or nothing is on its way.
-    """
-
-    unit: Unit
-    at: int
-    params: Array
-    state: dict[str, Array]
-    packing: Packing | None
-    errors: tuple[Array, ...]
-    sent: Array | None
-    total: Array | None
-    work: Work | None = None
-
-    @property
-    def arrays(self) -> dict[str, Array]:
-        """All of it by name; each is as large as the shard."""
-        names = ("left_out", "left_out_of_sum")[: len(self.errors)]
-        found = {"params": self.params, **self.state, **dict(zip(names, self.errors, strict=True))}
-        if self.sent is not None and self.total is not None:
-            found |= {"sent": self.sent, "total": self.total}
-        return found
-
-    def arrived(self) -> Array:
-        """Wait for the sum of all groups' differences."""
-        if self.work is not None:
-            self.work.wait()
-            self.work = None
-        assert self.total is not None, "it was begun"
-        return self.total
-
-    def move(self, shard: Array) -> None:
-        """Go on from ``params``, and from what has changed since the difference was sent."""
-        if self.sent is None:
-            shard[:] = self.params
-            self.total = None
-        else:
-            self.sent -= self.params
-            shard -= self.sent
 
 
 class OuterStep:
@@ -122,7 +69,7 @@ class OuterStep:
             change stays. Below ``every``; 0 waits for them. It takes memory for two more shards.
 
     Attributes:
-        groups, every, optimizer, compression, delay: as given.
+        groups, every, optimizer, compression, fragments, delay: as given.
         apart: True: other groups have other values, and save them elsewhere.
         calls: of ``step`` so far.
         rounds: how many of them have met.
@@ -151,17 +98,22 @@ class OuterStep:
         as_instance(groups, Backend, "groups of OuterStep", "a Backend, such as mesh['group']")
         self.engine, self.groups = engine, groups
         self.every = as_int(every, "every of OuterStep", minimum=1)
-        fragments = as_int(fragments, "fragments of OuterStep", minimum=1, maximum=self.every)
-        self.delay = as_int(delay, "delay of OuterStep", minimum=0, maximum=self.every - 1)
+        self.fragments = fragments = as_int(fragments, "fragments of OuterStep", minimum=1)
+        self.delay = as_int(delay, "delay of OuterStep", minimum=0)
         self.optimizer, self.compression = optimizer, compression
         self._check()
         form = None if compression is None else compression.reduces
-        self._group, self._executor = groups, None
+        told = repr((self.every, fragments, self.delay, optimizer, compression))
+        self._compare(engine.everyone, told, "ranks of one group differ in options")
+        self._compare(groups, told, "the groups differ in options")
+        self._group, self._thread = groups, None
         if self.delay and engine.device.on_host:  # calls of two threads in a group have no order
             self._group = groups.sub(range(groups.world_size), name="outer steps")
-            self._executor = groups.root.new_executor(f"outer-steps-rank{groups.root.rank}")
+            self._thread = Background(groups.root, f"outer-steps-rank{groups.root.rank}")
         self._exchange = None if form is None else Exchange(self._group, form)
         self.calls = self.rounds = self.bytes_sent = 0
+        self._from = 0  # what began to travel in this call, or before, is not taken
+        self._closed = False
         self.partially_updated = False
         trained = [unit for unit in engine.units if unit.trainable]
         self._units = [
@@ -171,19 +123,22 @@ class OuterStep:
         self.sends = sum(self._sends(each) for each in self._units)
         to_host = engine.device.to_host
         begun = "".join(hex_digest(to_host(each.params).tobytes()) for each in self._units)
-        told = (repr((self.every, fragments, self.delay, optimizer, compression)), begun)
-        compare(
+        self._compare(
             groups,
-            "OuterStep",
-            told,
-            lambda found: (
-                f"OuterStep: the groups differ in options or parameters: {found.ranks} differ; "
-                "seed all of them alike, or load the same checkpoint"
-            ),
+            begun,
+            "the groups differ in parameters; seed all of them alike, or load the same checkpoint",
         )
+
+    def _compare(self, ranks: Backend, told: str, problem: str) -> None:
+        compare(ranks, "OuterStep", [told], lambda found: f"OuterStep: {problem} ({found.ranks})")
 
     def _check(self) -> None:
         engine, groups, optimizer = self.engine, self.groups, self.optimizer
+        if self.fragments > self.every or self.delay >= self.every:
+            raise ArgumentError(
+                f"OuterStep with every={self.every} has as many fragments at most, got "
+                f"{self.fragments}, and a delay below it, got {self.delay}"
+            )
         as_instance(optimizer, Optimizer, "optimizer of OuterStep", "one of fc.optim")
         if not optimizer.elementwise:
             raise ArgumentError(
@@ -213,6 +168,7 @@ class OuterStep:
                 "OuterStep with compression does not go together with tensor or virtual_ranks: "
                 "blocks depend on how many ranks share the parameters"
             )
+        check_patterns(compression, self.engine.units)
         for unit in self.engine.units:
             if unit.trainable and unit.dtypes.master != np.float32:
                 raise ArgumentError(
@@ -220,7 +176,7 @@ class OuterStep:
                     f"{unit.dtypes.master}"
                 )
 
-    def _outer(self, unit: Unit, at: int) -> _OuterUnit:
+    def _outer(self, unit: Unit, at: int) -> OuterUnit:
         size, start = unit.valid_size, unit.layout.shard_size * unit.shard_rank
         params = unit.shard[:size].copy()
         device, state = self.engine.device, self.optimizer.init_state(size, params.dtype)
@@ -235,9 +191,9 @@ class OuterStep:
         left_out = tuple(device.zeros(size, np.float32) for _ in range(errors))
         late = 2 if self.delay else 0
         sent, total = [device.zeros(size, params.dtype) for _ in range(late)] or (None, None)
-        return _OuterUnit(unit, at, params, state, packing, left_out, sent, total)
+        return OuterUnit(unit, at, params, state, packing, left_out, sent, total)
 
-    def _sends(self, outer: _OuterUnit) -> int:
+    def _sends(self, outer: OuterUnit) -> int:
         ranks, rank = self.groups.world_size, self.groups.rank
         if outer.packing is not None:
             return outer.packing.reduce_sends(rank) if ranks > 1 else 0
@@ -260,12 +216,14 @@ class OuterStep:
 
         Raises:
             NonFiniteGradientError: a difference is inf or nan; no parameter was changed.
-            StateError: a unit is in use.
+            StateError: a unit is in use, or this was closed.
         """
+        if self._closed:
+            raise StateError("this OuterStep was closed: no further step can be taken")
         self.calls += 1
         for each in self._at(self.calls):
             self._begin(each)
-        due = self._at(self.calls - self.delay)
+        due = self._at(self.calls - self.delay) if self.calls - self.delay > self._from else []
         if not due:
             return False
         totals = [each.arrived() for each in due]
@@ -288,11 +246,11 @@ class OuterStep:
         self.partially_updated = False
         return True
 
-    def _at(self, call: int) -> list[_OuterUnit]:
+    def _at(self, call: int) -> list[OuterUnit]:
         """Return what meets in a call of ``step``."""
         return [each for each in self._units if call > 0 and call % self.every == each.at]
 
-    def _begin(self, outer: _OuterUnit) -> None:
+    def _begin(self, outer: OuterUnit) -> None:
         """Have the sum of all groups' differences come, in the background with ``delay``."""
         shard = outer.unit.shard[: outer.params.size]
         outer.total = self.engine.xp.subtract(outer.params, shard, out=outer.total)
@@ -303,12 +261,12 @@ class OuterStep:
         outer.sent[:] = shard
         task = functools.partial(self._add_up, outer, outer.total)
         label = f"outer step of unit {outer.unit.name}"
-        if self._executor is None:
+        if self._thread is None:
             outer.work = in_background(self._group, label, task)
         else:
-            outer.work = self._executor.submit(task, label)
+            outer.work = self._thread.submit(task, label)
 
-    def _add_up(self, outer: _OuterUnit, difference: Array) -> None:
+    def _add_up(self, outer: OuterUnit, difference: Array) -> None:
         """Put the sum over all groups in the place of this group's difference."""
         label = f"outer step of unit {outer.unit.name}"
         if outer.packing is None or self._exchange is None:
@@ -316,7 +274,11 @@ class OuterStep:
             return
         chunk = outer.packing.chunks[self.groups.rank]
         first, second = outer.errors or (None, None)
-        mine = None if second is None else second[chunk.start : chunk.stop]
+        mine = None
+        if second is not None:
+            # The rest was left by another number of groups, who had this chunk then.
+            second[: chunk.start], second[chunk.stop :] = 0, 0
+            mine = second[chunk.start : chunk.stop]
         self._exchange.reduce(difference, outer.packing, difference, (first, mine), label)
 
     # State, as engines have it for checkpoints.
@@ -347,6 +309,8 @@ class OuterStep:
             "optimizer": repr(self.optimizer),
             "calls": self.calls,
             "rounds": self.rounds,
+            "every": self.every,
+            "fragments": self.fragments,
         }
         return EngineState(arrays, info)
 
@@ -387,10 +351,26 @@ class OuterStep:
         """Take over how many calls there were, and how many of them have met.
 
         Args:
-            info: of ``state_dict``, with ``"calls"`` and ``"rounds"``; equal on all ranks.
+            info: of ``state_dict``, with ``"calls"`` and ``"rounds"``; equal on all ranks. If its
+                ``"every"`` or ``"fragments"`` is another one, what was on its way is not taken:
+                other units would be due.
 
         Raises:
             ArgumentError: one of them is missing, or no number of at least 0.
         """
         for name in ("calls", "rounds"):
             setattr(self, name, as_int(info.get(name), f"{name} of an OuterStep", minimum=0))
+        schedule = {"every": self.every, "fragments": self.fragments}
+        same = all(info.get(name, value) == value for name, value in schedule.items())
+        self._from = 0 if same else self.calls
+
+    def close(self) -> None:
+        """Wait for what is on its way, and end the thread that had it come; collective.
+
+        The engine stays. What is kept may be saved still, but no further step be taken.
+        """
+        self._closed = True
+        if self._thread is not None:
+            self._thread.close()
+            self._group.close()
+            self._thread = None

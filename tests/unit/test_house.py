@@ -50,6 +50,7 @@ HOUSES: dict[str, tuple[set[str], ...]] = {
         {"step"},
         {"plan"},
         {"engine"},
+        {"outer_unit"},
         {"outer_step"},
     ),
     "fsdpcore.launch": (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -161,6 +162,39 @@ def test_the_bits_on_gpus_are_those_of_the_host(delay: int) -> None:
     assert on_gpus(body, 4) == on_host(body, 4)
 
 
+def test_what_was_on_its_way_is_dropped_where_other_units_would_be_due(tmp_path: Path) -> None:
+    def body(backend: fc.Backend) -> None:
+        engine, outer = make(backend, delay=3, fragments=2)
+        take_steps(engine, outer, 5)  # a difference of the first step of four is on its way
+        folder = str(tmp_path / f"group{outer.groups.rank}")
+        fc.checkpoint.save(folder, {"model": engine, "outer": outer}, engine.backend)
+        engine, outer = make(backend, delay=3, fragments=1)
+        fc.checkpoint.load(folder, {"model": engine, "outer": outer}, engine.backend)
+        assert take_steps(engine, outer, 7) == [False, False, False, False, False, True, False]
+
+    launch(body)
+
+
+def test_closing_ends_the_thread() -> None:
+    def threads() -> list[str]:
+        return [each.name for each in threading.enumerate() if "outer-steps" in each.name]
+
+    def body(backend: fc.Backend) -> None:
+        engine, outer = make(backend, delay=3)
+        take_steps(engine, outer, 5)
+        backend.barrier()
+        assert len(threads()) == 4
+        backend.barrier()
+        outer.close()
+        outer.close()
+        with pytest.raises(fc.StateError, match="closed"):
+            outer.step()
+        backend.barrier()
+        assert not threads()
+
+    launch(body)
+
+
 def test_one_checkpoint_of_several_groups_is_refused(tmp_path: Path) -> None:
     def body(backend: fc.Backend) -> None:
         engine, outer = make(backend)
@@ -174,7 +208,9 @@ def test_one_checkpoint_of_several_groups_is_refused(tmp_path: Path) -> None:
 def test_what_makes_no_sense_is_refused() -> None:
     cases: list[tuple[dict[str, Any], str]] = [
         ({"every": 0}, "every of OuterStep"),
-        ({"delay": 4}, "delay of OuterStep"),
+        ({"delay": 4}, "a delay below it, got 4"),
+        ({"fragments": 5}, "at most, got 5"),
+        ({"compression": fc.Compression("int4", exact=("x.*",))}, "matches no trained parameter"),
         ({"optimizer": fc.optim.Muon(lr=0.1)}, "elementwise"),
         ({"compression": fc.Compression("int8", None)}, "needs reduce"),
         ({"seed": 1}, "groups differ"),
@@ -182,6 +218,11 @@ def test_what_makes_no_sense_is_refused() -> None:
     for options, words in cases:
         error = cause_of(lambda backend, o=options: make(backend, **o), 4)
         assert words in str(error)
+
+    def apart(backend: fc.Backend) -> None:
+        make(backend, every=4 + backend.rank % 2)
+
+    assert "ranks of one group differ in options" in str(cause_of(apart, 4))
 
     def inside(backend: fc.Backend) -> None:
         engine, _ = make(backend)

@@ -7,7 +7,7 @@ work. On a GPU all of it is enqueued in the background of the device.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -255,21 +255,28 @@ def check_composes(compression: Compression, options: EngineOptions, tensor: obj
             raise ArgumentError(f"compression does not go together with {name}, {why}")
 
 
-def check_units(compression: Compression, units: Iterable[Any]) -> None:
+def check_units(compression: Compression, units: Sequence[Any]) -> None:
     """Raise ArgumentError where parameters or gradients are such as cannot be quantised.
 
     Args:
         compression: as given.
         units: of the engine, laid out.
     """
-    patterns = dict.fromkeys(compression.exact or (), 0)
     for unit in units:
         dtypes = unit.dtypes
         if unit.trainable and not dtypes.param == dtypes.grad == _FLOAT32:
             raise ArgumentError(
                 f"compression is for float32, but unit {unit.name!r} is computed in "
-                f"{dtypes.param} and reduced in {dtypes.grad}; leave precision as it is"
+                f"{dtypes.param} and reduced in {dtypes.grad}; give float32 parameters, and no "
+                "precision"
             )
+    check_patterns(compression, units)
+
+
+def check_patterns(compression: Compression, units: Iterable[Any]) -> None:
+    """Raise ArgumentError for a pattern of ``exact`` that no trained parameter has."""
+    patterns = dict.fromkeys(compression.exact or (), 0)
+    for unit in units:
         for pattern in patterns:
             patterns[pattern] += matching(pattern, unit.name, unit.layout.params)
     for pattern, count in patterns.items():
