@@ -143,7 +143,7 @@ def test_options_that_differ_between_ranks_are_refused():
         error = cause_of(body, 2)
         assert isinstance(error, fc.MismatchError)
         assert (
-            "the engine's options (strategy, optimizer, precision, prefetch, seed, ...) differ"
+            "the engine's options (strategy, optimizer, precision, compression, ...) differ"
             in str(error)
         )
 

@@ -370,6 +370,10 @@ def test_tables():
             {"compression": fc.Compression(), "virtual_ranks": 4},
             "not go together with virtual_ranks",
         ),
+        (
+            {"compression": fc.Compression(), "precision": Precision("bfloat16")},
+            "travels as bfloat16; plan without precision",
+        ),
         ({"compute_seconds": [1.0]}, "one number for each of the 2 units, got 1"),
         ({"compute_seconds": [1.0, -1.0]}, "'layer 1' must be at least 0"),
         ({"units": 3}, "must be a list of Unit or UnitSize, got 3"),

@@ -9,6 +9,8 @@ import dataclasses
 from collections.abc import Callable, Iterable, Sequence, Sized
 from typing import Literal, get_args
 
+import numpy as np
+
 from fsdpcore.compress.compression import Compression
 from fsdpcore.compress.packing import Span
 from fsdpcore.core.capabilities import Capabilities
@@ -117,6 +119,8 @@ def make_plan(
     leaves = Leaves(LeafTree(virtual_ranks or world_size), place, rank, virtual)
     lags = travel is not None and travel.lags
     layouts = lay_out(sizes, place.shards, precision, virtual=virtual, lags=lags)
+    if travel is not None:
+        _check_float32(layouts)
     step = PlannedStep(
         units=layouts,
         leaves=leaves,
@@ -153,6 +157,16 @@ def make_plan(
 def _travelling(units: Iterable[UnitBytes]) -> list[tuple[FlatLayout, Sequence[Span]]]:
     """Return of each unit that is trained what travels, and what of that travels as it is."""
     return [(unit.trained, unit.exact) for unit in units if unit.trained.size]
+
+
+def _check_float32(units: Iterable[UnitBytes]) -> None:
+    """Raise ArgumentError where something trained would travel otherwise."""
+    for unit in units:
+        if unit.trained.size and unit.trained.dtype != np.float32:
+            raise ArgumentError(
+                f"compression is for float32, but unit {unit.name!r} travels as "
+                f"{unit.trained.dtype}; plan without precision, and with float32 parameters"
+            )
 
 
 def _checked_world(world_size: int, rank: int) -> tuple[int, int]:

@@ -53,11 +53,10 @@ class Wire:
         self.gathering: Exchange | None = None
         if gathers is not None and travel.gathers:
             self.gathering = Exchange(groups.apart(groups.shards, "parameters"), gathers, algorithm)
-        self.first, self.second = groups.summing
         self.summing: Exchange | None = None
         self.spreading: Exchange | None = None
-        if reduces is not None and travel.reduces:
-            self.first, self.second = groups.summing_in_background
+        self.first, self.second = groups.summing_in_background if travel.reduces else groups.summing
+        if reduces is not None:
             if travel.sums:
                 self.summing = Exchange(self.first, reduces, algorithm)
             if travel.spreads:
