@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from numpy.testing import assert_allclose, assert_array_equal
 from numpy.typing import NDArray
-from support.fsdp_steps import STRATEGIES, by_strategy, cause_of, launch, train, values_of
+from support.fsdp_steps import STRATEGIES, by_strategy, cause_of, launch, one_pass, train, values_of
 from support.quantised import travelled, tree_sum
 
 import fsdpcore as fc
@@ -339,6 +339,111 @@ def test_a_checkpoint_loads_on_any_number_of_ranks_with_compression_or_without(
     for state in launch(loading, world_size=2)[0]:
         for name in ("a.w", "b.w"):
             assert_array_equal(state[name], saved[name])
+
+
+def _goes_on(backend: fc.Backend, strategy: fc.Strategy, folder: str) -> None:
+    """Nothing that is looked at, or loaded as it is, changes a bit of what comes."""
+    optimizer = fc.optim.Average(fc.optim.AdamW(lr=0.01), ema=0.5)
+
+    def averaged(engine: fc.FSDP) -> None:
+        with engine.averaged():
+            values_of(engine)
+
+    def saved(engine: fc.FSDP) -> None:
+        fc.checkpoint.save(folder, engine, backend)
+        fc.checkpoint.load(folder, engine, backend)
+
+    def loaded(engine: fc.FSDP) -> None:
+        engine.load_state_dict(engine.state_dict())
+
+    found = []
+    for act in (None, averaged, saved, loaded):
+        engine = engine_of(backend, strategy, FEEDBACK, optimizer=optimizer)
+        for _ in range(3):
+            take_step(engine)
+            if act is not None:
+                act(engine)
+        found.append(bits_of(engine))
+    assert found[1:] == found[:1] * 3
+
+
+@by_strategy
+def test_looking_and_loading_change_no_bit_of_what_comes(
+    strategy: fc.Strategy, tmp_path: Path
+) -> None:
+    launch(_goes_on, args=(strategy, str(tmp_path)))
+
+
+# Error feedback.
+
+
+def _given(
+    engine: fc.FSDP, scale: float, divisor: float | None = None, bad: int = -1, **update: Any
+) -> None:
+    """A step of gradients that are larger; a number of rank ``bad`` is inf."""
+    rank, number = engine.backend.rank, engine.steps
+
+    def give(unit: fc.Unit, params: Mapping[str, Any], grads: Any) -> None:
+        for param in params:
+            grads[param] = gradient(unit.name, param, rank, number) * np.float32(scale)
+        if unit.name == "b" and rank == bad:
+            grads["w"][0, 0] = np.inf
+
+    with engine.step(divisor=divisor) as step:
+        one_pass(step, engine.units, give)
+        if update.pop("leave", False):
+            raise ZeroDivisionError
+        step.update(**update)
+
+
+@by_strategy
+def test_what_is_left_out_comes_later_and_counts_as_much_as_then(strategy: fc.Strategy) -> None:
+    """So all steps together are off by no more than what the last one has left out."""
+
+    def body(backend: fc.Backend) -> None:
+        sgd = fc.optim.SGD(lr=1.0)
+        engines = [
+            engine_of(backend, strategy, each, optimizer=sgd, window=False)
+            for each in (FEEDBACK, None)
+        ]
+        steps: list[tuple[float, dict[str, Any]]] = [
+            *[(1.0, {})] * 6,
+            (1e4, {"divisor": 4e4}),
+            (1.0, {}),
+            (1e6, {"clip": 3.0}),
+            *[(1.0, {})] * 6,
+        ]
+        for scale, options in steps:
+            for engine in engines:
+                _given(engine, scale, **options)
+            ours, exact = (engine.state_dict(full=True) for engine in engines)
+            for name, array in exact.items():
+                if "w" in name or "v" in name:
+                    assert np.abs(ours[name] - array).max() < 0.6, name
+
+    launch(body)
+
+
+@pytest.mark.parametrize("how", ["skip", "raise", "leave"])
+@by_strategy
+def test_nothing_is_left_of_gradients_that_were_not_applied(
+    strategy: fc.Strategy, how: str
+) -> None:
+    def body(backend: fc.Backend) -> None:
+        engine = engine_of(backend, strategy, FEEDBACK, window=False)
+        take_step(engine)
+        assert _left_out(engine)
+        if how == "skip":
+            _given(engine, 1.0, bad=1, skip_nonfinite=True)
+        elif how == "raise":
+            with pytest.raises(fc.NonFiniteGradientError):
+                _given(engine, 1.0, bad=1)
+        else:
+            with pytest.raises(ZeroDivisionError):
+                _given(engine, 1.0, leave=True)
+        assert _left_out(engine) == 0
+
+    launch(body)
 
 
 # What is found, and what is refused.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 
 from fsdpcore.collectives import barrier
@@ -25,6 +25,8 @@ def averaged(model: ShardedModel, kind: str | None) -> Iterator[None]:
     status.check_own("averaged()")
     status.check_whole()
     barrier(model.groups.everyone, label=f"averaged({state!r})")
+    received = [part.received for unit in model.units for part in unit.flat_parameters]
+    before = [None if each is None else each.copy() for each in received]
     _exchange(model, state)
     status.averaged = True
     try:
@@ -32,9 +34,9 @@ def averaged(model: ShardedModel, kind: str | None) -> Iterator[None]:
     except BaseException:
         # A failure of the transport must not hide the one that ends the block.
         with suppress(CommunicationError):
-            _back(model, state)
+            _back(model, state, before)
         raise
-    _back(model, state)
+    _back(model, state, before)
 
 
 def _chosen(model: ShardedModel, kind: str | None) -> str:
@@ -57,18 +59,30 @@ def _kept(model: ShardedModel) -> set[str]:
     return {name for _, policy in rules for name in policy.state_names}
 
 
-def _back(model: ShardedModel, state: str) -> None:
+def _back(model: ShardedModel, state: str, received: Sequence[Array | None]) -> None:
     model.status.averaged = False
-    _exchange(model, state)
+    _exchange(model, state, iter(received))
 
 
-def _exchange(model: ShardedModel, state: str) -> None:
-    """Have weights and averages change places, each rank in its shards; a collective."""
+def _exchange(
+    model: ShardedModel, state: str, received: Iterator[Array | None] | None = None
+) -> None:
+    """Have weights and averages change places, each rank in its shards; a collective.
+
+    Args:
+        model: of the engine.
+        state: the name of the averages.
+        received: what all ranks had of the weights, by flat parameter; None for averages.
+    """
     model.status.partially_updated = True
     for unit in model.units:
+        known = [None if received is None else next(received) for _ in unit.flat_parameters]
         if unit.updater is None:
             continue
-        with unit.rewriting(optimizer=True):
+        with unit.rewriting(optimizer=True, received=received is not None) as parts:
+            for part, values in zip(parts, known, strict=True):
+                if part.received is not None and values is not None:
+                    part.received[...] = values
             averages = {entry.name: entry.data for entry in optimizer_entries(unit)}
             for entry in param_entries(unit):
                 average = averages.get(optimizer_name(state, entry.name))

@@ -21,7 +21,13 @@ from fsdpcore.core.text import listed
 from fsdpcore.fsdp.sharding.process_groups import ProcessGroups
 from fsdpcore.fsdp.sharding.tensor_group import described
 from fsdpcore.fsdp.state.boxes import scatter_boxes
-from fsdpcore.fsdp.state.entries import StateEntry, entries_of, ignored_of, ties_of
+from fsdpcore.fsdp.state.entries import (
+    StateEntry,
+    entries_of,
+    ignored_of,
+    quantising_entries,
+    ties_of,
+)
 from fsdpcore.fsdp.state.state import (
     EngineState,
     LoadReport,
@@ -304,7 +310,9 @@ class _StateLoader:
             here = [each for each in self._entries if each.unit is unit and each.name in present]
             if not here:
                 continue
-            with unit.rewriting(optimizer=self._optimizer):
+            lags = {each.name for each in quantising_entries(unit) if not left_out(each.name)}
+            received = bool(lags) and lags <= present
+            with unit.rewriting(optimizer=self._optimizer, received=received):
                 for entry in here:
                     self._fill(entry, arrays.get(entry.name))
                 for entry in self._entries:

@@ -39,9 +39,10 @@ def writing_state(model: ShardedModel, *, optimizer: bool) -> Iterator[EngineSta
     model.status.check_idle("writing_state")
     model.status.check_own("writing_state")
     arrays: dict[str, ShardedArray | Array] = {}
+    received = None if optimizer else False
     with ExitStack() as stack:
         for unit in model.units:
-            stack.enter_context(unit.rewriting(optimizer=optimizer))
+            stack.enter_context(unit.rewriting(optimizer=optimizer, received=received))
         for entry in entries_of(model.units, optimizer=optimizer):
             arrays[entry.name] = sharded(model.groups, entry, entry.data.view())
         ignored = {

@@ -25,9 +25,7 @@ from fsdpcore.fsdp.sharding.tensor_group import untiled
 from fsdpcore.fsdp.units.declaration import UnitDeclaration
 from fsdpcore.fsdp.units.spec import Spec
 
-_OPTIONS = (
-    "the engine's options (strategy, optimizer, precision, compression, ...) differ"
-)
+_OPTIONS = "the engine's options (strategy, optimizer, precision, compression, ...) differ"
 _SHOWN = 200  # characters
 _GENERATOR = (
     "draw them from a generator of the rank's own that has the same seed on all, as "

@@ -133,16 +133,22 @@ class FlatParameter:
         """What all ranks have of the master shard, where that is no rounded copy."""
         return self.storage.own if self.storage.lags else None
 
-    def publish(self, received: Array | None = None) -> None:
+    def publish(self, *, received: bool = False) -> None:
         """Round the master shard into what is gathered, after it was written.
 
         Args:
-            received: a copy of ``received`` from before; if that was written, too, it stays.
+            received: ``received`` was written, too: it stays, but where it is nan.
         """
         self.storage.rewritten()
-        written = received is not None and not _same(received, self.storage.own)
-        if self.mixed and not written:
+        if self.storage.lags and received:
+            self.complete_received(self.master)
+        elif self.mixed:
             self._device.assign(self.storage.own, self.master)
+
+    def complete_received(self, values: Array) -> None:
+        """Write values where ``received`` is nan."""
+        xp, own = self._device.xp, self.storage.own
+        xp.copyto(own, values, where=xp.isnan(own))
 
     def load(self, values: Mapping[str, Array]) -> None:
         """Write this rank's master shard of those parameters that ``values`` has, in full shape.
@@ -172,7 +178,3 @@ def lay_out(
         kept = dtypes.param if dtype == dtypes.master else dtype
         found.append(FlatParameter(unit.name, group, (kept, kept), shards, block))
     return tuple(found)
-
-
-def _same(one: Array, other: Array) -> bool:
-    return bool(np.array_equal(one, other, equal_nan=True))

@@ -28,7 +28,7 @@ from fsdpcore.core.array_module import on_host
 from fsdpcore.core.buffers import Array
 from fsdpcore.core.checks import as_positive
 from fsdpcore.core.device import HOST
-from fsdpcore.core.errors import CommunicationError, StateError
+from fsdpcore.core.errors import StateError
 from fsdpcore.core.reductions import BLOCK
 from fsdpcore.core.work import Work
 from fsdpcore.fsdp.gpu import inplace
@@ -340,7 +340,7 @@ class UnitGradients:
             return None
         label = label if divisor is None else f"{label}, divisor {divisor}"
         if self.quantised is not None:
-            return self.quantised.start(flat, own, label, async_op=async_op)
+            return self.quantised.start(flat, own, divisor, label, async_op=async_op)
         options: dict[str, Any] = {"op": self._op(divisor), "algorithm": self._algorithm}
         first: dict[str, Any] = {"out": own, "async_op": async_op, "label": label, **options}
         if self._placement.whole_gradients:
@@ -484,18 +484,24 @@ class UnitGradients:
             self._pool.give(self._open.close())
             self._open = None
 
-    def drop(self) -> None:
-        """Forget all gradients."""
+    def drop(self, applied: float = 0.0) -> None:
+        """Forget all gradients.
+
+        Args:
+            applied: by what they were multiplied for the optimizer; 0 if it has not seen them.
+        """
         if self.state is GradState.NONE and not self._missing and self._kept is None:
             return
         reducing, self._reducing = self._reducing, None
         if reducing is not None:
             # If it failed, the backend is broken and whatever comes next says so; raised here,
             # it would hide the error that led to this clean-up.
-            with contextlib.suppress(CommunicationError):
+            with contextlib.suppress(Exception):
                 if reducing.work is not None:
                     reducing.work.wait()
             self._free(reducing.flats)
+        if self.quantised is not None and (reducing is not None or self._reduced is not None):
+            self.quantised.scale(applied)
         self.drop_open()
         for array in (*self._from_ties.values(), self._kept, *self._sums.take()):
             if array is not None:

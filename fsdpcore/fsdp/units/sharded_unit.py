@@ -318,20 +318,31 @@ class ShardedUnit:
                 trained.publish()
 
     @contextlib.contextmanager
-    def rewriting(self, *, optimizer: bool = False) -> Iterator[tuple[FlatParameter, ...]]:
+    def rewriting(
+        self, *, optimizer: bool = False, received: bool | None = False
+    ) -> Iterator[tuple[FlatParameter, ...]]:
         """Like ``writing``, frozen parameters too: gives all flat parameters, to write ``master``.
 
-        With ``optimizer`` its state is written, too, and ``received``.
+        Args:
+            optimizer: its state is written, too.
+            received: ``received`` is, too; None if that is still to be seen. It is nan until then.
         """
         kinds = (*WRITTEN, ArrayKind.STATE) if optimizer else WRITTEN
         with self._claimed(*self.flat_parameters, kinds=kinds):
-            lags = [part.received for part in self.flat_parameters]
-            before = [None if each is None else each.copy() for each in lags]
+            before = []
+            for part in self.flat_parameters:
+                if received is None and part.received is not None:
+                    before.append((part, part.received.copy()))
+                    part.received.fill(np.nan)
             try:
                 yield self.flat_parameters
+            except BaseException:
+                for part, kept in before:
+                    part.complete_received(kept)
+                raise
             finally:
-                for part, received in zip(self.flat_parameters, before, strict=True):
-                    part.publish(received)
+                for part in self.flat_parameters:
+                    part.publish(received=received is not False)
 
     @contextlib.contextmanager
     def _claimed(
@@ -463,4 +474,4 @@ class ShardedUnit:
         # What is gathered is about to be out of date.
         with self._claimed(self.trained_parameter, kinds=UPDATED):
             self.updater.apply(gradients.zeros(), step=step, lr=lr, grad_scale=grad_scale)
-        gradients.drop()
+        gradients.drop(applied=grad_scale)

@@ -178,6 +178,7 @@ class UnitReduction:
         layout, travel = places.layout, wire.travel
         exact = travel.compression.exact_spans(places.unit, layout.params)
         self.sends = sum(each.sent for each in travel.reductions(layout, exact, rank))
+        self._ranks = travel.placement.world_size
         self._whole = travel.placement.whole_gradients
         self._twice = travel.placement.reduces_twice
         if wire.summing is not None:
@@ -192,22 +193,37 @@ class UnitReduction:
             self.error[end - size : end] for end, size in zip(ends, sizes[rank], strict=True)
         ]
 
-    def start(self, flat: Array, own: Array, label: str, *, async_op: bool) -> Work | None:
+    def start(
+        self, flat: Array, own: Array, divisor: float | None, label: str, *, async_op: bool
+    ) -> Work | None:
         """Sum over all ranks; see ``UnitGradients``.
 
         Args:
             flat: the full gradients of this rank, which may be overwritten.
             own: what this rank keeps of the sum.
+            divisor: of the sum; None for the number of ranks.
             label: of the collectives.
             async_op: do not wait.
         """
+        # What is left out of gradients that are divided by more counts for less later.
+        factor = 1.0 if divisor is None else divisor / self._ranks
 
         def reduce() -> None:
+            self.scale(factor)
             self._sum(flat, own, label)
             if self._twice:
                 self._sum_over_replicas(own, f"{label}, over replicas")
+            self.scale(1.0 / factor)
 
         return self._wire.run("gradients", reduce, label, async_op=async_op)
+
+    def scale(self, factor: float) -> None:
+        """Multiply what has been left out so far; by 0 where it was left out of nothing."""
+        if factor == 0:
+            self.error[...] = 0
+        elif factor != 1:
+            with np.errstate(over="ignore"):  # inf is found, as that of gradients is
+                self.error *= np.float32(factor)
 
     def _sum(self, flat: Array, own: Array, label: str) -> None:
         wire = self._wire
@@ -243,6 +259,11 @@ def check_composes(compression: Compression, options: EngineOptions, tensor: obj
             tensor is not None,
             "whose ranks have copies of some parameters: quantised in different blocks, beside "
             "different boxes, the copies would drift apart",
+        ),
+        "loss_scale": (
+            compression.error_feedback and options.precision.scaling is not None,
+            "with error_feedback: what is left out of gradients of one scale would be added to "
+            "those of another",
         ),
         "offload": (
             options.offload is not None,
