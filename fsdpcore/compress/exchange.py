@@ -2,10 +2,10 @@
 
 ::
 
-    gather      each rank packs its chunk; all chunks go to all; everyone unpacks all of them
-    scatter     each rank packs the chunks of all; each chunk goes to its rank, which unpacks and
-                sums up, in float32 and in the canonical order
-    reduce      scatter, then gather of the sums
+    all_gather      each rank packs its chunk; all chunks go to all; everyone unpacks all of them
+    reduce_scatter  each rank packs the chunks of all; each chunk goes to its rank, which unpacks
+                    and sums up, in float32 and in the canonical order
+    all_reduce      reduce_scatter, then all_gather of the sums
 
 Each rank unpacks its own chunk as well, so that all have the same bits.
 """
@@ -60,7 +60,7 @@ class Exchange:
         """Of the memory for what is packed, which is kept for the next collective."""
         return sum(room.size for room in self._rooms.values())
 
-    def gather(
+    def all_gather(
         self,
         own: Floats,
         packing: Packing,
@@ -84,10 +84,12 @@ class Exchange:
         mine = packing.chunks[self.group.rank]
         packed = self._room("sent", mine.nbytes)
         self._pack(own, mine, packed, base=flat[mine.start : mine.stop] if differences else None)
-        self._spread(packed, packing, flat, label, differences=differences, received=received)
+        self._all_gather_packed(
+            packed, packing, flat, label, differences=differences, received=received
+        )
 
-    def scatter(
-        self, flat: Floats, packing: Packing, own: Floats, error: Floats | None, label: str
+    def reduce_scatter(
+        self, flat: Floats, packing: Packing, own: Floats, residual: Floats | None, label: str
     ) -> None:
         """Have the sum of all ranks' values of this rank's chunk; see the module's docstring.
 
@@ -95,8 +97,8 @@ class Exchange:
             flat: of all chunks; only read.
             packing: of it.
             own: gets the sum; may be a part of ``flat``.
-            error: what quantising has left out so far, as large as ``flat``: it is added, and what
-                is left out this time is there afterwards. None for no such thing.
+            residual: what quantising has left out so far, as large as ``flat``: it is added, and
+                what is left out this time is there afterwards. None for no such thing.
             label: of the collective.
         """
         counts = packing.counts
@@ -104,7 +106,8 @@ class Exchange:
         sent = self._room("sent", sum(counts))
         for chunk, part in zip(packing.chunks, _cut(sent, counts), strict=True):
             here = slice(chunk.start, chunk.stop)
-            self._pack(flat[here], chunk, part, error=None if error is None else error[here])
+            kept = None if residual is None else residual[here]
+            self._pack(flat[here], chunk, part, residual=kept)
         arriving = [mine.nbytes] * len(counts)
         received = self._room("received", sum(arriving))
         options: dict[str, Any] = {"algorithm": self._exchanging, "label": label}
@@ -114,29 +117,29 @@ class Exchange:
             all_to_all_v(sent, self.group, counts, recv_counts=arriving, out=received, **options)
         self._add_up(_cut(received, arriving), mine, own)
 
-    def reduce(
+    def all_reduce(
         self,
         flat: Floats,
         packing: Packing,
         out: Floats,
-        errors: tuple[Floats | None, Floats | None],
+        residuals: tuple[Floats | None, Floats | None],
         label: str,
     ) -> None:
         """Have the sum of all ranks' values, on all of them; see the module's docstring.
 
         Args:
-            flat, packing, label: as of ``scatter``.
+            flat, packing, label: as of ``reduce_scatter``.
             out: gets the sum; may be ``flat``.
-            errors: as of ``scatter``; the second is of this rank's chunk of the sum.
+            residuals: as of ``reduce_scatter``; the second is of this rank's chunk of the sum.
         """
         mine = packing.chunks[self.group.rank]
         own = out[mine.start : mine.stop]
-        self.scatter(flat, packing, own, errors[0], label)
+        self.reduce_scatter(flat, packing, own, residuals[0], label)
         packed = self._room("sent", mine.nbytes)
-        self._pack(own, mine, packed, error=errors[1])
-        self._spread(packed, packing, out, f"{label}, the sum")
+        self._pack(own, mine, packed, residual=residuals[1])
+        self._all_gather_packed(packed, packing, out, f"{label}, the sum")
 
-    def _spread(
+    def _all_gather_packed(
         self,
         packed: Bytes,
         packing: Packing,
@@ -158,10 +161,10 @@ class Exchange:
         """Unpack the chunks of all ranks; moves nothing between them.
 
         Args:
-            received: what ``gather`` has received.
+            received: what ``all_gather`` has received.
             packing: as it was there.
             flat: gets all chunks, or what is quantised is added to it.
-            differences: see ``gather``.
+            differences: see ``all_gather``.
         """
         for chunk, part in zip(packing.chunks, _cut(received, packing.counts), strict=True):
             out = flat[chunk.start : chunk.stop]
@@ -181,10 +184,10 @@ class Exchange:
         chunk: Chunk,
         packed: Bytes,
         *,
-        error: Floats | None = None,
+        residual: Floats | None = None,
         base: Floats | None = None,
     ) -> None:
-        """Pack a chunk: with the ``error`` of the last time, or as differences to ``base``."""
+        """Pack a chunk: with the ``residual`` of the last time, or as differences to ``base``."""
         xp, border = self._device.xp, 4 * chunk.exact_size
         exact, coded = packed[:border].view(np.float32), packed[border:]
         behind = 0
@@ -199,11 +202,11 @@ class Exchange:
             if base is not None:
                 there = _joined(base, places, other)
                 given = xp.subtract(given, there, out=one[: end - begin])
-            if error is None:
+            if residual is None:
                 self._quantiser.encode(given, coded, begin)
                 continue
             tile = one[: end - begin]
-            kept = _joined(error, places, other)
+            kept = _joined(residual, places, other)
             with np.errstate(over="ignore", invalid="ignore"):
                 xp.add(given, kept, out=tile)
             self._quantiser.encode(tile, coded, begin)
@@ -213,7 +216,7 @@ class Exchange:
                 xp.subtract(tile, back, out=tile)
             # What is inf or nan is found in this step, and does not come again in the next.
             xp.copyto(tile, 0, where=~xp.isfinite(tile))
-            _put(tile, error, places)
+            _put(tile, residual, places)
 
     def _add_up(
         self, parts: Sequence[Bytes], chunk: Chunk, out: Floats, *, add: bool = False

@@ -180,18 +180,18 @@ class OuterStep:
         size, start = unit.valid_size, unit.layout.shard_size * unit.shard_rank
         params = unit.shard[:size].copy()
         device, state = self.engine.device, self.optimizer.init_state(size, params.dtype)
-        packing, errors = None, 0
+        packing, kinds = None, 0
         if self.compression is not None and self._exchange is not None:
             spans = self.compression.exact_spans(unit.name, unit.layout.params)
             exact = [(first - start, last - start) for first, last in spans]
             bounds = bounds_of(split_sizes(size, self.groups.world_size))
             packing = Packing.of(bounds, size, exact, self._exchange.form)
-            errors = 2 if self.compression.error_feedback else 0
+            kinds = 2 if self.compression.error_feedback else 0
         state = {name: device.from_host(array) for name, array in state.items()}
-        left_out = tuple(device.zeros(size, np.float32) for _ in range(errors))
+        residuals = tuple(device.zeros(size, np.float32) for _ in range(kinds))
         late = 2 if self.delay else 0
         sent, total = [device.zeros(size, params.dtype) for _ in range(late)] or (None, None)
-        return OuterUnit(unit, at, params, state, packing, left_out, sent, total)
+        return OuterUnit(unit, at, params, state, packing, residuals, sent, total)
 
     def _sends(self, outer: OuterUnit) -> int:
         ranks, rank = self.groups.world_size, self.groups.rank
@@ -273,13 +273,13 @@ class OuterStep:
             all_reduce(difference, self._group, out=difference, label=label)
             return
         chunk = outer.packing.chunks[self.groups.rank]
-        first, second = outer.errors or (None, None)
+        first, second = outer.residuals or (None, None)
         mine = None
         if second is not None:
             # The rest was left by another number of groups, who had this chunk then.
             second[: chunk.start], second[chunk.stop :] = 0, 0
             mine = second[chunk.start : chunk.stop]
-        self._exchange.reduce(difference, outer.packing, difference, (first, mine), label)
+        self._exchange.all_reduce(difference, outer.packing, difference, (first, mine), label)
 
     # State, as engines have it for checkpoints.
 

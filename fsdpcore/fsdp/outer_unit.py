@@ -20,8 +20,8 @@ class OuterUnit:
         params: as they were when the groups met last.
         state: of the optimizer.
         packing: how differences travel; None as they are.
-        errors: what quantising has left out of the differences, and of the part of their sum that
-            this rank makes; none without error feedback.
+        residuals: what quantising has left out of the differences, and of the part of their sum
+            that this rank makes; none without error feedback.
         sent: the shard as it was when its difference began to travel; None without ``delay``.
         total: the sum of all groups' differences, once it is there.
         work: what has it come; None if it is there, or nothing is on its way.
@@ -32,7 +32,7 @@ class OuterUnit:
     params: Array
     state: dict[str, Array]
     packing: Packing | None
-    errors: tuple[Array, ...]
+    residuals: tuple[Array, ...]
     sent: Array | None
     total: Array | None
     work: Work | None = None
@@ -40,8 +40,9 @@ class OuterUnit:
     @property
     def arrays(self) -> dict[str, Array]:
         """All of it by name; each is as large as the shard."""
-        names = ("left_out", "left_out_of_sum")[: len(self.errors)]
-        found = {"params": self.params, **self.state, **dict(zip(names, self.errors, strict=True))}
+        names = ("residual", "residual_of_sum")[: len(self.residuals)]
+        residuals = dict(zip(names, self.residuals, strict=True))
+        found = {"params": self.params, **self.state, **residuals}
         if self.sent is not None and self.total is not None:
             found |= {"sent": self.sent, "total": self.total}
         return found

@@ -125,18 +125,18 @@ def _program(backend: fc.Backend, size: int, exact: list[tuple[int, int]], bits:
 
     flat = np.full(bounds[-1], np.nan, np.float32)
     whole = flats[0]
-    exchange.gather(whole[bounds[rank] : bounds[rank + 1]].copy(), packing, flat, "gather")
+    exchange.all_gather(whole[bounds[rank] : bounds[rank + 1]].copy(), packing, flat, "gather")
     assert_array_equal(flat, came[0])
 
     mine = flats[rank].copy()
     here = slice(bounds[rank], bounds[rank + 1])
     error = np.zeros_like(mine)
-    exchange.scatter(mine, packing, mine[here], error, "scatter")
+    exchange.reduce_scatter(mine, packing, mine[here], error, "scatter")
     assert_array_equal(mine[here], total[here])
     assert_array_equal(error, flats[rank] - came[rank])
 
     out = flats[rank].copy()
-    exchange.reduce(out, packing, out, (None, None), "reduce")
+    exchange.all_reduce(out, packing, out, (None, None), "reduce")
     assert_array_equal(out, travelled(total, bounds, coded, bits, BLOCK))
 
 

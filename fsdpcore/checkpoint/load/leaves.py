@@ -41,7 +41,7 @@ from fsdpcore.core.buffers import Array
 from fsdpcore.core.errors import ArgumentError
 from fsdpcore.core.foreign import library_of
 from fsdpcore.core.trees import branch
-from fsdpcore.fsdp.state.state import EngineState, ShardedArray, left_out, of_compression
+from fsdpcore.fsdp.state.state import EngineState, ShardedArray, is_residual, of_compression
 
 Missing = Set[str]
 """Names of arrays that were not read, since nothing is stored for them."""
@@ -157,7 +157,7 @@ class EngineLeaf(Leaf):
 
     def forget(self, missing: Missing) -> None:
         """Clear what quantising has left out so far, where nothing of that is stored."""
-        for name in filter(left_out, missing & self.arrays.keys()):
+        for name in filter(is_residual, missing & self.arrays.keys()):
             shard = self.arrays[name]
             assert isinstance(shard, ShardedArray), "engines have no others"
             for piece in shard.pieces:

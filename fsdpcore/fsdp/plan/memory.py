@@ -87,5 +87,5 @@ def _quantising(model: ShardedModel) -> int:
     gatherings = (unit.trained_parameter.storage.quantised for unit in model.units)
     reductions = (unit.gradients.quantised for unit in model.units)
     kept = sum(each.nbytes for each in gatherings if each is not None)
-    left_out = sum(each.error.nbytes for each in reductions if each is not None)
-    return model.wire.nbytes + kept + left_out
+    residual = sum(each.residual.nbytes for each in reductions if each is not None)
+    return model.wire.nbytes + kept + residual

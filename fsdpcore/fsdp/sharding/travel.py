@@ -124,7 +124,7 @@ class Travel:
         bounds = bounds_of(split_sizes(layout.shard_size, self.placement.replicas))
         return Packing.of(bounds, max(0, layout.size - first), here, form)
 
-    def errors(self, layout: FlatLayout, rank: int) -> tuple[int, int, int, int]:
+    def residual_sizes(self, layout: FlatLayout, rank: int) -> tuple[int, int, int, int]:
         """Return for how many elements a rank keeps what quantising gradients has left out.
 
         Of the full gradients, of this rank's part of the sum where that is quantised, too; and the
@@ -161,7 +161,11 @@ class Travel:
             if self.spreads:
                 spread.append(self.spreading(layout, exact, shard).reduce_rooms(replica))
         rooms = sum(sum(largest(each)) for each in (gathered, summed, spread))
-        return rooms + kept + _ITEM * sum(sum(self.errors(layout, rank)) for layout, _ in units)
+        return (
+            rooms
+            + kept
+            + _ITEM * sum(sum(self.residual_sizes(layout, rank)) for layout, _ in units)
+        )
 
     def reductions(
         self, layout: FlatLayout, exact: Sequence[Span], rank: int

@@ -12,7 +12,7 @@ from fsdpcore.core.errors import ArgumentError
 from fsdpcore.core.geometry.boxes import ArrayBox
 from fsdpcore.core.geometry.layout import FlatLayout, ParamRange
 from fsdpcore.fsdp.offload.arrays import GRADIENTS, WRITTEN, ArrayKind
-from fsdpcore.fsdp.state.state import LEFT_OUT, RECEIVED, optimizer_name
+from fsdpcore.fsdp.state.state import RECEIVED, RESIDUAL, optimizer_name
 from fsdpcore.fsdp.units.sharded_unit import ShardedUnit
 from fsdpcore.fsdp.units.updates import ShardUpdate
 
@@ -155,11 +155,11 @@ def quantising_entries(unit: ShardedUnit) -> Iterator[StateEntry]:
             data = _cut(part.received, part.layout, param, bounds, part.rank)
             name = optimizer_name(RECEIVED, f"{unit.name}.{param.name}")
             yield _entry(name, unit, param.shape, bounds, part.rank, data, WRITTEN)
-    if quantised is not None and quantised.error.size:
-        sizes = quantised.error_sizes
-        name = optimizer_name(f"{LEFT_OUT}_{len(sizes)}_ranks", unit.name)
+    if quantised is not None and quantised.residual.size:
+        sizes = quantised.residual_sizes
+        name = optimizer_name(f"{RESIDUAL}_{len(sizes)}_ranks_{sum(sizes)}", unit.name)
         rank, bounds = quantised.rank, tuple(bounds_of(sizes))
-        entry = _entry(name, unit, bounds[-1:], bounds, rank, quantised.error, GRADIENTS)
+        entry = _entry(name, unit, bounds[-1:], bounds, rank, quantised.residual, GRADIENTS)
         yield replace(entry, of_all=True)
 
 
@@ -239,7 +239,7 @@ def memory_of(units: Sequence[ShardedUnit], *, optimizer: bool) -> list[Array]:
             for each in unit.updater.whole_state.values():
                 found += each.values()
         if optimizer and unit.gradients.quantised is not None:
-            found.append(unit.gradients.quantised.error)
+            found.append(unit.gradients.quantised.residual)
     return [each for each in found if each is not None]
 
 

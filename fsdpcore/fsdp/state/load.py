@@ -33,7 +33,7 @@ from fsdpcore.fsdp.state.state import (
     LoadReport,
     Progress,
     ShardedArray,
-    left_out,
+    is_residual,
     of_compression,
 )
 from fsdpcore.fsdp.state.writing import UNCHANGED, same_bits, set_ignored, set_progress
@@ -310,13 +310,13 @@ class _StateLoader:
             here = [each for each in self._entries if each.unit is unit and each.name in present]
             if not here:
                 continue
-            lags = {each.name for each in quantising_entries(unit) if not left_out(each.name)}
+            lags = {each.name for each in quantising_entries(unit) if not is_residual(each.name)}
             received = bool(lags) and lags <= present
             with unit.rewriting(optimizer=self._optimizer, received=received):
                 for entry in here:
                     self._fill(entry, arrays.get(entry.name))
                 for entry in self._entries:
-                    if entry.unit is unit and entry.name not in present and left_out(entry.name):
+                    if entry.unit is unit and entry.name not in present and is_residual(entry.name):
                         entry.data[...] = 0
         for name, (unit, param) in self._ignored.items():
             if name in present:

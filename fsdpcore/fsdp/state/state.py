@@ -31,7 +31,7 @@ def optimizer_name(state: str, param: str) -> str:
     return f"{OPTIMIZER_PREFIX}{state}/{param}"
 
 
-RECEIVED, LEFT_OUT = "received", "left_out_by"
+RECEIVED, RESIDUAL = "received", "residual_of"
 """States of parameters that travel quantised: what all ranks have of them, and, followed by how
 many ranks there are, what quantising gradients has left out so far."""
 
@@ -41,12 +41,12 @@ def of_compression(name: str) -> bool:
 
     An engine goes on without: it gathers parameters as they are, and has left out nothing.
     """
-    return name.startswith(optimizer_name(RECEIVED, "")) or left_out(name)
+    return name.startswith(optimizer_name(RECEIVED, "")) or is_residual(name)
 
 
-def left_out(name: str) -> bool:
+def is_residual(name: str) -> bool:
     """Whether an array is the second of these states."""
-    return name.startswith(OPTIMIZER_PREFIX + LEFT_OUT)
+    return name.startswith(OPTIMIZER_PREFIX + RESIDUAL)
 
 
 class ArrayPiece(NamedTuple):

@@ -38,7 +38,7 @@ from fsdpcore.fsdp.units.binding import Binding
 from fsdpcore.fsdp.units.leaf_sums import LeafSums, exchange_sums
 from fsdpcore.fsdp.units.precision import Dtypes
 from fsdpcore.fsdp.units.views import Gradients, Places
-from fsdpcore.fsdp.units.wire import UnitReduction
+from fsdpcore.fsdp.units.wire import QuantisedReduction
 
 
 class GradState(enum.Enum):
@@ -101,9 +101,9 @@ class UnitGradients:
         whole = groups.placement.whole_gradients
         reductions = binding.leaves.reductions(places.layout)
         self.sends = sum(each.sent for each in reductions) * dtypes.grad.itemsize
-        self.quantised: UnitReduction | None = None
+        self.quantised: QuantisedReduction | None = None
         if binding.wire is not None and binding.wire.travel.reduces:
-            self.quantised = UnitReduction(places, binding.wire, groups.whole.rank)
+            self.quantised = QuantisedReduction(places, binding.wire, groups.whole.rank)
             self.sends = self.quantised.sends
         # Of the full gradients, what is kept; and of that, the shard.
         self._range = slice(0, places.layout.padded_size) if whole else shard

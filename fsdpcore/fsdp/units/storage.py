@@ -39,7 +39,7 @@ from fsdpcore.core.geometry.layout import FlatLayout
 from fsdpcore.core.work import Work
 from fsdpcore.fsdp.sharding.placement import StorageKind, all_gather_sends
 from fsdpcore.fsdp.units.views import Params, Places, read_only
-from fsdpcore.fsdp.units.wire import UnitGathering
+from fsdpcore.fsdp.units.wire import QuantisedGather
 
 
 class ParameterStorage(ABC):
@@ -59,7 +59,7 @@ class ParameterStorage(ABC):
         quantised: how it is gathered, if not as it is; set by ``make_storage``.
     """
 
-    quantised: UnitGathering | None = None
+    quantised: QuantisedGather | None = None
 
     def __init__(self, kind: StorageKind, shards: Backend, places: Places, own: Array) -> None:
         layout, rank = places.layout, shards.rank
@@ -96,7 +96,7 @@ class ParameterStorage(ABC):
         return all_gather_sends(self.places.layout, self._group.world_size) if self.stale else 0
 
     @property
-    def _quantises(self) -> UnitGathering | None:
+    def _quantises(self) -> QuantisedGather | None:
         """How the next gathering quantises; None if it does not."""
         return self.quantised
 

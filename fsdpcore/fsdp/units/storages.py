@@ -15,7 +15,7 @@ from fsdpcore.fsdp.sharding.placement import StorageKind, all_gather_sends, stor
 from fsdpcore.fsdp.units.binding import Binding
 from fsdpcore.fsdp.units.storage import ParameterStorage, place_of
 from fsdpcore.fsdp.units.views import Params, Places
-from fsdpcore.fsdp.units.wire import UnitGathering
+from fsdpcore.fsdp.units.wire import QuantisedGather
 
 
 def make_storage(
@@ -40,7 +40,7 @@ def make_storage(
     made = _made(places, binding, allocate, flat, away=away)
     wire = binding.wire if trained else None
     if wire is not None and wire.gathering is not None:
-        made.quantised = UnitGathering(places, wire, wire.gathering)
+        made.quantised = QuantisedGather(places, wire, wire.gathering)
     return made
 
 
@@ -131,7 +131,7 @@ class ShardedStorage(_PooledStorage):
             return _gathering(source, group, flat, place, self._algorithm, label, async_op=async_op)
 
     @property
-    def _quantises(self) -> UnitGathering | None:
+    def _quantises(self) -> QuantisedGather | None:
         return self.quantised if self._kept_part is None else None
 
     def free(self, *, again: bool) -> None:

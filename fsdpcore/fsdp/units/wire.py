@@ -88,8 +88,8 @@ class Wire:
         return None
 
 
-class UnitGathering:
-    """How the trained parameters of a unit are gathered; see ``Exchange.gather``.
+class QuantisedGather:
+    """How the trained parameters of a unit are gathered; see ``Exchange.all_gather``.
 
     Attributes:
         sends: bytes that this rank sends.
@@ -128,7 +128,7 @@ class UnitGathering:
 
     def _gather(self, own: Array, flat: Array, label: str, kept: NDArray[np.uint8] | None) -> None:
         try:
-            self._exchange.gather(own, self._packing, flat, label, received=kept)
+            self._exchange.all_gather(own, self._packing, flat, label, received=kept)
         except BaseException:  # not all of it has come
             self.fresh = False
             raise
@@ -153,12 +153,12 @@ class UnitGathering:
                 mine = flat[start : start + own.size]
                 options: dict[str, Any] = {"algorithm": self._wire.algorithm}
                 all_gather(mine, group, out=flat, label=f"{label}, as it is", **options)
-            self._exchange.gather(own, self._packing, flat, label, differences=True)
+            self._exchange.all_gather(own, self._packing, flat, label, differences=True)
 
         return self._wire.run("parameters", gather, label, async_op=async_op)
 
 
-class UnitReduction:
+class QuantisedReduction:
     """How the gradients of a unit are summed, where some of that is quantised.
 
     Args:
@@ -168,8 +168,8 @@ class UnitReduction:
 
     Attributes:
         sends: bytes that this rank sends.
-        error: what quantising has left out so far, flat; of no elements without error feedback.
-        error_sizes: of all ranks.
+        residual: what quantising has left out so far, flat; of no elements without error feedback.
+        residual_sizes: of all ranks.
         rank: as given.
     """
 
@@ -185,12 +185,12 @@ class UnitReduction:
             self._summing = travel.summing(layout, exact)
         if wire.spreading is not None:
             self._spreading = travel.spreading(layout, exact, rank % travel.placement.shards)
-        sizes = [travel.errors(layout, each) for each in range(travel.placement.world_size)]
-        self.error_sizes = [sum(each) for each in sizes]
-        self.error = wire.zeros(self.error_sizes[rank])
+        sizes = [travel.residual_sizes(layout, each) for each in range(travel.placement.world_size)]
+        self.residual_sizes = [sum(each) for each in sizes]
+        self.residual = wire.zeros(self.residual_sizes[rank])
         ends = np.cumsum(sizes[rank])
-        self._errors = [
-            self.error[end - size : end] for end, size in zip(ends, sizes[rank], strict=True)
+        self._residuals = [
+            self.residual[end - size : end] for end, size in zip(ends, sizes[rank], strict=True)
         ]
 
     def start(
@@ -220,22 +220,22 @@ class UnitReduction:
     def scale(self, factor: float) -> None:
         """Multiply what has been left out so far; by 0 where it was left out of nothing."""
         if factor == 0:
-            self.error[...] = 0
+            self.residual[...] = 0
         elif factor != 1:
             with np.errstate(over="ignore"):  # inf is found, as that of gradients is
-                self.error *= np.float32(factor)
+                self.residual *= np.float32(factor)
 
     def _sum(self, flat: Array, own: Array, label: str) -> None:
         wire = self._wire
         options: dict[str, Any] = {"algorithm": wire.algorithm, "label": label}
-        of_flat, of_sum = self._errors[:2] if self.error.size else (None, None)
+        of_flat, of_sum = self._residuals[:2] if self.residual.size else (None, None)
         if wire.summing is None:
             assert not self._whole
             reduce_scatter(flat, wire.first, out=own, **options)
         elif self._whole:
-            wire.summing.reduce(flat, self._summing, own, (of_flat, of_sum), label)
+            wire.summing.all_reduce(flat, self._summing, own, (of_flat, of_sum), label)
         else:
-            wire.summing.scatter(flat, self._summing, own, of_flat, label)
+            wire.summing.reduce_scatter(flat, self._summing, own, of_flat, label)
 
     def _sum_over_replicas(self, own: Array, label: str) -> None:
         wire = self._wire
@@ -243,8 +243,8 @@ class UnitReduction:
         if wire.spreading is None:
             all_reduce(own, wire.second, out=own, **options)
             return
-        of_shard, of_sum = self._errors[2:] if self.error.size else (None, None)
-        wire.spreading.reduce(own, self._spreading, own, (of_shard, of_sum), label)
+        of_shard, of_sum = self._residuals[2:] if self.residual.size else (None, None)
+        wire.spreading.all_reduce(own, self._spreading, own, (of_shard, of_sum), label)
 
 
 def check_composes(compression: Compression, options: EngineOptions, tensor: object) -> None:
