@@ -5,7 +5,7 @@ from __future__ import annotations
 import fnmatch
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal, TypeAlias, cast, get_args
+from typing import Any, Literal, TypeAlias, cast, get_args
 
 from fsdpcore.compress.packing import Span
 from fsdpcore.compress.quantiser import Format
@@ -37,7 +37,8 @@ class Compression:
         gather: of parameters: "int8", "int4", or None for float32.
         reduce: of gradients, likewise; by default as ``gather``.
         rotation: blocks are rotated by a Hadamard matrix, so that an outlier costs less; by default
-            where there are 4 bits. None of the two costs a byte.
+            where there are 4 bits. None of the two costs a byte. Where it is, values beyond 1e36
+            come back as inf or nan.
         error_feedback: what quantising a gradient has left out is added to the next one. It takes
             memory for one more full gradient on each rank, and is part of the state.
         block: values that share a scale; a power of two from 8 to 4096.
@@ -110,6 +111,8 @@ class Compression:
 
             assert fc.Compression.parse("int8,keep") == fc.Compression("int8", "int8", keep=True)
         """
+        if not isinstance(words, str):
+            raise ArgumentError(f"a compression in words is text, such as 'int8', got {words!r}")
         widths = [each.strip() for each in words.split(",")]
         keep = widths[1:] != [] and widths[-1] == _KEEP
         if keep:
@@ -162,9 +165,11 @@ def matching(pattern: str, unit: str, params: Iterable[ParamRange]) -> int:
     return sum(fnmatch.fnmatchcase(name, pattern) for name in names)
 
 
-def _patterns(given: object) -> tuple[str, ...]:
+def _patterns(given: Any) -> tuple[str, ...]:
+    if isinstance(given, (set, frozenset)):
+        given = sorted(given, key=str)  # all ranks have to have one order
     patterns = (given,) if isinstance(given, str) else given
-    if not isinstance(patterns, Iterable) or not all(isinstance(each, str) for each in patterns):
+    if not isinstance(patterns, (tuple, list)) or not all(isinstance(p, str) for p in patterns):
         raise ArgumentError(
             f"exact of Compression are patterns of names, such as ('*.bias',), got {given!r}"
         )

@@ -20,7 +20,7 @@ from fsdpcore.core.buffers import Array, bounds_of, split_sizes
 from fsdpcore.core.checks import as_instance, as_int
 from fsdpcore.core.digests import hex_digest
 from fsdpcore.core.errors import ArgumentError, NonFiniteGradientError, StateError
-from fsdpcore.fsdp.engine import FSDP
+from fsdpcore.fsdp.engine import FSDP, check_idle
 from fsdpcore.fsdp.optim.base import Optimizer
 from fsdpcore.fsdp.optim.sgd import SGD
 from fsdpcore.fsdp.outer_unit import OuterUnit
@@ -62,7 +62,8 @@ class OuterStep:
         every: so many steps lie between meetings.
         optimizer: elementwise; by default ``SGD(lr=0.7, momentum=0.5, nesterov=True)``. The
             authors of DiLoCo take a momentum of 0.9, which wants hundreds of meetings.
-        compression: how differences travel, which is its ``reduce``. None for as they are.
+        compression: how differences travel: by its ``reduce``, ``rotation``, ``error_feedback``,
+            ``block`` and ``exact``; the rest does nothing. None for as they are.
         fragments: 1 for all units at once; with more, that many parts of them meet at different
             steps, each once in ``every`` steps, so that less travels at a time.
         delay: so many steps go on while the differences travel in the background, and what they
@@ -78,7 +79,7 @@ class OuterStep:
 
     Raises:
         ArgumentError: arguments that make no sense, or do not go together, with the reason.
-        MismatchError: the groups begin with different parameters.
+        MismatchError: the groups begin with different parameters, or ranks have other options.
     """
 
     apart = True
@@ -102,7 +103,8 @@ class OuterStep:
         self.delay = as_int(delay, "delay of OuterStep", minimum=0)
         self.optimizer, self.compression = optimizer, compression
         self._check()
-        form = None if compression is None else compression.reduces
+        alone = groups.world_size == 1
+        form = None if compression is None or alone else compression.reduces
         told = repr((self.every, fragments, self.delay, optimizer, compression))
         self._compare(engine.everyone, told, "ranks of one group differ in options")
         self._compare(groups, told, "the groups differ in options")
@@ -113,7 +115,7 @@ class OuterStep:
         self._exchange = None if form is None else Exchange(self._group, form)
         self.calls = self.rounds = self.bytes_sent = 0
         self._from = 0  # what began to travel in this call, or before, is not taken
-        self._closed = False
+        self._closed = self._loaded = False
         self.partially_updated = False
         trained = [unit for unit in engine.units if unit.trainable]
         self._units = [
@@ -121,19 +123,30 @@ class OuterStep:
             for number, unit in enumerate(trained)
         ]
         self.sends = sum(self._sends(each) for each in self._units)
-        to_host = engine.device.to_host
-        begun = "".join(hex_digest(to_host(each.params).tobytes()) for each in self._units)
         self._compare(
             groups,
-            begun,
-            "the groups differ in parameters; seed all of them alike, or load the same checkpoint",
+            self._digest(),
+            "the groups differ in parameters; seed all of them alike, and load after this is made",
         )
 
     def _compare(self, ranks: Backend, told: str, problem: str) -> None:
         compare(ranks, "OuterStep", [told], lambda found: f"OuterStep: {problem} ({found.ranks})")
 
+    def _compare_loaded(self) -> None:
+        self._loaded = False
+        self._compare(
+            self.groups,
+            repr((self.calls, self._digest())),
+            "the groups have loaded checkpoints of different steps; load one that all have",
+        )
+
+    def _digest(self) -> str:
+        to_host = self.engine.device.to_host
+        return "".join(hex_digest(to_host(each.params).tobytes()) for each in self._units)
+
     def _check(self) -> None:
         engine, groups, optimizer = self.engine, self.groups, self.optimizer
+        check_idle(engine, "OuterStep")
         if self.fragments > self.every or self.delay >= self.every:
             raise ArgumentError(
                 f"OuterStep with every={self.every} has as many fragments at most, got "
@@ -216,10 +229,14 @@ class OuterStep:
 
         Raises:
             NonFiniteGradientError: a difference is inf or nan; no parameter was changed.
-            StateError: a unit is in use, or this was closed.
+            StateError: inside of a step, or after ``close``.
+            MismatchError: the groups have loaded checkpoints of different steps.
         """
         if self._closed:
             raise StateError("this OuterStep was closed: no further step can be taken")
+        check_idle(self.engine, "outer.step()")
+        if self._loaded:
+            self._compare_loaded()
         self.calls += 1
         for each in self._at(self.calls):
             self._begin(each)
@@ -230,6 +247,9 @@ class OuterStep:
         xp = self.engine.xp
         finite = np.array([all(bool(xp.isfinite(total).all()) for total in totals)])
         if not all_reduce(finite, self.engine.everyone, op="min", label="outer step")[0]:
+            for outer in due:
+                for residual in outer.residuals:
+                    residual[...] = 0  # of what is not applied
             names = ", ".join(each.unit.name for each in due)
             raise NonFiniteGradientError(
                 f"the outer step of units {names} found parameters that are inf or nan; no "
@@ -311,6 +331,7 @@ class OuterStep:
             "rounds": self.rounds,
             "every": self.every,
             "fragments": self.fragments,
+            "delay": self.delay,
         }
         return EngineState(arrays, info)
 
@@ -352,15 +373,16 @@ class OuterStep:
 
         Args:
             info: of ``state_dict``, with ``"calls"`` and ``"rounds"``; equal on all ranks. If its
-                ``"every"`` or ``"fragments"`` is another one, what was on its way is not taken:
-                other units would be due.
+                ``"every"``, ``"fragments"`` or ``"delay"`` is another one, what was on its way is
+                not taken: other units would be due.
 
         Raises:
             ArgumentError: one of them is missing, or no number of at least 0.
         """
         for name in ("calls", "rounds"):
             setattr(self, name, as_int(info.get(name), f"{name} of an OuterStep", minimum=0))
-        schedule = {"every": self.every, "fragments": self.fragments}
+        self._loaded = True
+        schedule = {"every": self.every, "fragments": self.fragments, "delay": self.delay}
         same = all(info.get(name, value) == value for name, value in schedule.items())
         self._from = 0 if same else self.calls
 

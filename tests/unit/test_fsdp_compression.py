@@ -481,6 +481,50 @@ def test_ranks_of_one_host_move_float32_if_so_chosen() -> None:
     assert two[0][1] < one[0][1]
 
 
+def test_ranks_agree_on_what_is_quantised_where_some_groups_span_hosts() -> None:
+    def body(backend: fc.Backend) -> tuple[list[int], bytes]:
+        strategy = fc.Strategy("hybrid_shard", shard_group_size=2)
+        found = []
+        for near in (True, False):
+            how = fc.Compression("int4", "int4", error_feedback=True, hosts_only=near)
+            engine = engine_of(backend, strategy, how)
+            for _ in range(2):
+                take_step(engine)
+            found.append(bits_of(engine))
+        assert found[0] == found[1]
+        return list(backend.hosts), found[0]
+
+    found = fc.launch(body, world_size=6, transport="sim://?hosts=2", timeout=30)
+    assert found[0][0] == [0, 0, 0, 1, 1, 1]
+    assert len({bits for _, bits in found}) == 1
+
+
+def test_ranks_with_different_divisors_are_told() -> None:
+    def body(backend: fc.Backend) -> None:
+        engine = engine_of(backend, fc.Strategy("full_shard"), INT4)
+        unit = engine.units[1]
+        grads = {"w": np.ones(SHAPES["b"]["w"], np.float32)}
+        unit.reduce_gradients(grads, divisor=4.0 + backend.rank % 2)
+
+    assert isinstance(cause_of(body, 4), fc.MismatchError)
+
+
+def test_reductions_in_the_background_and_others_have_groups_of_their_own() -> None:
+    def body(backend: fc.Backend) -> None:
+        strategy = fc.Strategy("hybrid_shard", shard_group_size=2)
+        engine = engine_of(backend, strategy, None)
+        rounds = 20
+        for late in range(rounds):  # while one is under way, others are waited for
+            for number, unit in enumerate(engine.units):
+                ones = {p: np.ones(s, np.float32) for p, s in SHAPES[unit.name].items()}
+                scaled = {p: a * np.float32(1 + backend.rank) for p, a in ones.items()}
+                unit.reduce_gradients(scaled, async_op=number == late % 2)
+        for unit in engine.units:
+            assert set(unit.grad_shard[: unit.valid_size].tolist()) <= {2.5 * rounds}
+
+    launch(body)
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [

@@ -175,6 +175,21 @@ def test_what_was_on_its_way_is_dropped_where_other_units_would_be_due(tmp_path:
     launch(body)
 
 
+def test_groups_that_load_different_steps_are_told(tmp_path: Path) -> None:
+    def body(backend: fc.Backend) -> None:
+        engine, outer = make(backend)
+        for _ in range(2):
+            take_steps(engine, outer, 4)
+            folder = str(tmp_path / f"group{outer.groups.rank}")
+            fc.checkpoint.save(folder, {"model": engine, "outer": outer}, engine.backend)
+        step = 4 if outer.groups.rank else 8
+        fc.checkpoint.load(folder, {"model": engine, "outer": outer}, engine.backend, step=step)
+        with pytest.raises(fc.MismatchError, match="checkpoints of different steps"):
+            outer.step()
+
+    launch(body)
+
+
 def test_closing_ends_the_thread() -> None:
     def threads() -> list[str]:
         return [each.name for each in threading.enumerate() if "outer-steps" in each.name]

@@ -39,7 +39,7 @@ class ProcessGroups:
     regather_group: Backend
     everyone: Backend
     tensor: Backend | None
-    _apart: dict[tuple[Use, Backend], Backend] = field(
+    _background_groups: dict[tuple[Use, Backend], Backend] = field(
         default_factory=dict, compare=False, repr=False
     )
     _threads: dict[Use, Background] = field(default_factory=dict, compare=False, repr=False)
@@ -78,10 +78,9 @@ class ProcessGroups:
         """Return the thread for what is more than a collective, one after the other.
 
         Parameters and gradients have one each: what one of them packs and unpacks goes on while
-        the other one moves. All ranks have the same order of collectives in each group since the
-        thread that trains submits in the order of the program, tasks of one use run in the order
-        in which they were submitted, and only they call the collectives of the groups of ``apart``
-        for that use.
+        the other one moves. All ranks have the same order of collectives in each group: the thread
+        that trains submits in the order of the program, tasks of one use run in the order in which
+        they were submitted, and nothing else calls collectives of the groups of that use.
         """
         if use not in self._threads:
             root = self.whole.root
@@ -96,11 +95,11 @@ class ProcessGroups:
 
     @property
     def summing_in_background(self) -> tuple[Backend, Backend]:
-        """The same for what ``background`` runs; see ``apart``."""
+        """The same for what ``background`` runs; see ``background_group``."""
         first, then = self.summing
-        return self.apart(first, "gradients"), self.apart(then, "gradients")
+        return self.background_group(first, "gradients"), self.background_group(then, "gradients")
 
-    def apart(self, group: Backend, use: Use) -> Backend:
+    def background_group(self, group: Backend, use: Use) -> Backend:
         """Return the ranks of a group as one more group, for what ``background`` runs.
 
         Calls of two threads in one group have no order, which all ranks of the group must follow.
@@ -110,16 +109,16 @@ class ProcessGroups:
         """
         if not self.device.on_host:
             return group
-        if (use, group) not in self._apart:
+        if (use, group) not in self._background_groups:
             name = f"fsdp {use} in the background"
-            self._apart[use, group] = group.sub(range(group.world_size), name=name)
-        return self._apart[use, group]
+            self._background_groups[use, group] = group.sub(range(group.world_size), name=name)
+        return self._background_groups[use, group]
 
     def close(self) -> None:
         """Close the groups, but not what they are groups of."""
         for thread in self._threads.values():
             thread.close()
-        for group in self._apart.values():
+        for group in self._background_groups.values():
             group.close()
         for group in (self.shards, self.replicas, self.regather_group, self.everyone):
             if group is not self.whole:

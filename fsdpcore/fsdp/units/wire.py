@@ -52,7 +52,9 @@ class Wire:
         gathers, reduces = compression.gathers, compression.reduces
         self.gathering: Exchange | None = None
         if gathers is not None and travel.gathers:
-            self.gathering = Exchange(groups.apart(groups.shards, "parameters"), gathers, algorithm)
+            self.gathering = Exchange(
+                groups.background_group(groups.shards, "parameters"), gathers, algorithm
+            )
         self.summing: Exchange | None = None
         self.spreading: Exchange | None = None
         self.first, self.second = groups.summing_in_background if travel.reduces else groups.summing
