@@ -34,13 +34,17 @@ _MOST_TILES = 16
 class Exchange:
     """Moves flat buffers of float32 among the ranks of a group. For one thread at a time.
 
-    On the host its methods block. Arrays of a GPU are those of the group's device; there the
+    Its methods are collectives of the group, in one order on all ranks, which also have the same
+    packings and labels. They raise the errors of collectives (``MismatchError``, ...). Arrays are
+    contiguous, and may be changed or freed when a method has returned.
+
+    On the host the methods block. Arrays of a GPU are those of the group's device; there the
     methods enqueue on the current stream, which has to be the same one for all of them.
 
     Args:
         group: the ranks; chunk r of a packing is that of rank r.
         form: how what is quantised travels.
-        algorithm: of the collectives, where they have it.
+        algorithm: of the collectives; those that do not have it choose one.
     """
 
     def __init__(self, group: Backend, form: Format, algorithm: str = "auto") -> None:
@@ -79,7 +83,8 @@ class Exchange:
             label: of the collective.
             differences: what is quantised is by how much the chunks differ from ``flat``, which all
                 ranks have alike.
-            received: gets the bytes of all chunks, for ``unpack``; None for memory of its own.
+            received: gets the bytes of all chunks, which are ``sum(packing.counts)``, for
+                ``unpack``; None for memory of its own.
         """
         mine = packing.chunks[self.group.rank]
         packed = self._room("sent", mine.nbytes)

@@ -18,7 +18,12 @@ from fsdpcore.core.compiling import Kernel, compiled
 
 @functools.cache
 def encode(block: int) -> Kernel:
-    """Return the kernel that encodes blocks of a size; its arguments are those of ``_encode``."""
+    """Return the kernel that encodes blocks of a size; all its arrays are contiguous.
+
+    It takes values (blocks, block) of float32; writes scales (blocks,) of float32 and codes
+    (blocks, width) of uint8; and takes the signs, whether to rotate, whether integers have 4 bits,
+    ``Format.reach``, ``Format.bounds`` and ``ROUNDING``.
+    """
     half = block // 2
     twice, odd = divmod(block.bit_length() - 1, 2)
 
@@ -102,7 +107,7 @@ def encode(block: int) -> Kernel:
 
 @functools.cache
 def decode(block: int) -> Kernel:
-    """Return the kernel that decodes blocks of a size; its arguments are those of ``_decode``."""
+    """Return the kernel that decodes blocks of a size: scales and codes to values, as above."""
     half = block // 2
     twice, odd = divmod(block.bit_length() - 1, 2)
 

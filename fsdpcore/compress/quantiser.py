@@ -4,7 +4,8 @@ A block of values ``x`` travels as one float32 ``scale`` and integers ``rint(x /
 bits from -8 to 7. What comes back is ``scale * integer``, which differs by no more than half a
 scale. It is the smallest scale for which this holds. The integers reach one further below zero than
 above it, so the scale has the other sign than the largest value; both ends are off by half a scale.
-In squares, the error is a quarter smaller than with ``max|x| / 7``. Scales are never below the
+For 64 normal numbers and 4 bits, the squares of the error are a quarter smaller than with a scale
+of ``max|x| / 7``. Scales are never below the
 smallest normal number, so that zeros and denormals need no rule of their own. A block with inf or
 nan comes back as inf or nan everywhere: it is found by whoever looks, and spreads no further than
 the block.
@@ -38,12 +39,16 @@ Floats = NDArray[np.float32]
 Bytes = NDArray[np.uint8]
 
 TILE = 63 * 1024
-"""Elements that are worked on at once, at most. Rows of a power of two would share cache lines."""
+"""Elements that are worked on at once, at most.
+
+Not a power of two: rows of such a length would displace each other from the cache.
+"""
 
 _SMALLEST = float(np.finfo(np.float32).tiny)
 _LARGEST = float(np.finfo(np.float32).max)
 _SCALE_BYTES = 4
-# Half a step more than an integer has, and a little less, so that no rounding goes beyond it.
+# The largest value is half a step beyond the last integer; a little less, so that it is not rounded
+# to the next one.
 _REACH = 0.4999
 _ROWS = 1024
 ROUNDING = np.float32(3 << 22)
