@@ -20,7 +20,7 @@ class Fingerprint:
         op: the reduction, as ``Reduction.told``, or empty.
         root: the root rank, or -1.
         algorithm: as asked for, so that ranks cannot choose differently.
-        counts: the counts of a ragged collective that are the same on all ranks.
+        counts: of a ragged collective, where all ranks know all of them.
         label: what the call is for; named in errors.
         ragged: the ranks may differ in the size of axis 0.
         policy: how ``algorithm="auto"`` is decided, in words that differ where the choices may.

@@ -212,8 +212,8 @@ class CallSpec:
         fast_path: a shorter way for blocking calls with the default deadline, if there is one.
         chooses_late: there is no ``choice``: the body takes ``context.choose(size)``, or needs
             none.
-        meets: no rank moves data before all have begun the call and have told their rows. Of other
-            calls it depends on the algorithm: see ``CollectiveContext.enter``.
+        meets: no rank moves data before all have begun the call and have told their rows, which not
+            all know. Of other calls it depends on the algorithm: see ``CollectiveContext.enter``.
         met: of arrays of a GPU: the ranks have met for such a call, and need not again.
     """
 
@@ -256,7 +256,7 @@ class CallSpec:
         self.chosen: dict[int, Choice] = {}
         self.sized: dict[tuple[Shape, tuple[int, ...]], tuple[Layout, Shape]] = {}
         self.fast_path: FastPath | None = None
-        self.meets = definition is None or self.ragged
+        self.meets = definition is None or (self.ragged and not fingerprint.counts)
         self.met = False
         self.chooses_late = size is None
 

@@ -19,7 +19,9 @@ from typing import Any
 
 import numpy as np
 
-from fsdpcore.collectives import all_gather, all_gather_v, all_to_all, all_to_all_v
+from fsdpcore.collectives import all_gather, all_gather_v
+from fsdpcore.collectives.operations.all_to_all import ALL_TO_ALL
+from fsdpcore.collectives.operations.perform import perform
 from fsdpcore.collectives.selection.table import ALGORITHMS
 from fsdpcore.comm.backend import Backend
 from fsdpcore.compress.on_gpu import GpuQuantiser
@@ -115,11 +117,10 @@ class Exchange:
             self._pack(flat[here], chunk, part, residual=kept)
         arriving = [mine.nbytes] * len(counts)
         received = self._room("received", sum(arriving))
+        # All ranks know all counts: with these, nothing is exchanged beforehand.
         options: dict[str, Any] = {"algorithm": self._exchanging, "label": label}
-        if packing.even:
-            all_to_all(sent, self.group, out=received, **options)
-        else:
-            all_to_all_v(sent, self.group, counts, recv_counts=arriving, out=received, **options)
+        known = () if packing.even else tuple(counts)
+        perform(ALL_TO_ALL, sent, self.group, received, None, False, **options, counts=known)
         self._add_up(_cut(received, arriving), mine, own)
 
     def all_reduce(
@@ -156,8 +157,11 @@ class Exchange:
     ) -> None:
         if received is None:
             received = self._room("received", sum(packing.counts))
-        gathering = all_gather if packing.even else all_gather_v
-        gathering(packed, self.group, out=received, algorithm=self._gathering, label=label)
+        options: dict[str, Any] = {"algorithm": self._gathering, "label": label}
+        if packing.even:
+            all_gather(packed, self.group, out=received, **options)
+        else:
+            all_gather_v(packed, self.group, counts=packing.counts, out=received, **options)
         self.unpack(received, packing, flat, differences=differences)
 
     def unpack(

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from numpy.typing import ArrayLike
 
+from fsdpcore.collectives.arguments import operand
 from fsdpcore.collectives.context import CollectiveContext
 from fsdpcore.collectives.movements import Move, inputs, outputs
 from fsdpcore.collectives.operations.perform import perform
-from fsdpcore.collectives.operations.rows import join_rows
+from fsdpcore.collectives.operations.rows import check_rows, join_rows
 from fsdpcore.collectives.spec import Layout, Operation
 from fsdpcore.comm.backend import Backend
 from fsdpcore.core.buffers import Array
+from fsdpcore.core.checks import as_counts
+from fsdpcore.core.errors import ArgumentError
 
 
 def _movement(ranks: range, root: int) -> list[Move]:
@@ -76,6 +80,7 @@ def all_gather_v(
     array: ArrayLike,
     backend: Backend,
     *,
+    counts: Sequence[int] | None = None,
     out: Array | None = None,
     algorithm: str = "auto",
     timeout: float | None = None,
@@ -84,13 +89,15 @@ def all_gather_v(
 ) -> Any:
     """Join arrays with different numbers of rows along axis 0; every rank gets the result.
 
-    The numbers of rows need not be known beforehand: the ranks learn them from each other.
+    The numbers of rows need not be known beforehand: the ranks learn them from each other. That is
+    an exchange of its own, which ``counts`` saves.
 
     Args:
         array: of a dtype that travels (bool, integers, floats with bfloat16, complex),
             of at least one axis. All but the size of axis 0, which may be 0, is equal on
             all ranks.
         backend: the group. All its ranks call this, in the same order of collectives.
+        counts: the rows of each rank, if all ranks know all of them; the same on all.
         out: array of the result's shape and dtype to write to; the input may be this rank's own
             part of it. Without it a new array is returned.
         algorithm: "auto" (the fastest for the size and the group), or its name, such as
@@ -115,4 +122,15 @@ def all_gather_v(
 
         every = fc.all_gather_v(found, backend)  # found has as many rows as this rank has found
     """
+    if counts is not None:
+        source, backend = operand(array, backend)
+        check_rows(source.shape, "all_gather_v")
+        sizes = as_counts(counts, backend.world_size, "all_gather_v: counts")
+        if sizes[backend.rank] != source.shape[0]:
+            raise ArgumentError(
+                f"all_gather_v: counts has {sizes[backend.rank]} rows for rank {backend.rank}, "
+                f"whose array has {source.shape[0]}"
+            )
+        options = (out, timeout, async_op, algorithm, label)
+        return perform(ALL_GATHER, source, backend, *options, counts=tuple(sizes))
     return join_rows(ALL_GATHER, array, backend, out, timeout, async_op, algorithm, label)

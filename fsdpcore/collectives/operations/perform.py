@@ -39,7 +39,7 @@ def perform(
         array, backend, out, timeout, async_op, algorithm, label: as in all public functions.
         op: of one that reduces.
         root: of one that has a root.
-        counts: the rows of each rank's chunk; by default as even as can be.
+        counts: the rows of each rank's chunk, which all ranks know; by default as even as can be.
     """
     # A small call is over in two microseconds: what every call passes is written out here.
     if type(array) is np.ndarray and array.flags.c_contiguous:
@@ -98,6 +98,10 @@ def spec_of(
     if known is not None:
         return known
     sizes = counts or definition.sizes(shape, world_size)
+    ragged = bool(counts) and definition.joins and not definition.splits
+    nbytes = math.prod(shape) * dtype.itemsize
+    if ragged:  # each rank has a chunk of its own size
+        nbytes = sum(counts) * math.prod(shape[1:]) * dtype.itemsize // world_size
     reduction = None
     if definition.reduces:
         reduction = Reduction.of(op, dtype, converts=backend.moves.on_host)
@@ -111,12 +115,13 @@ def spec_of(
         definition,
         dtype,
         shape,
-        size=None if late else definition.size(math.prod(shape) * dtype.itemsize, world_size),
+        size=None if late else definition.size(nbytes, world_size),
         layout=definition.layout(shape, sizes, rank, root=root, reduction=reduction),
         out_shape=definition.out_shape(shape, sizes, rank),
         algorithm=algorithm,
         label=label,
         counts=counts,
+        ragged=ragged,
     )
     remember(backend, key, spec)
     return spec

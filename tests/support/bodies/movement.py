@@ -107,14 +107,16 @@ def ragged_gather(backend: fc.Backend) -> None:
             sizes = _rows_of(p, salt)
             parts = [array_of(rank, (rows, 3), dtype) for rank, rows in enumerate(sizes)]
             for name in ALGORITHMS["all_gather"]:
-                result = fc.all_gather_v(parts[me], backend, algorithm=name)
-                check_same(result, oracle.joined(parts), f"all_gather_v, {name}, {sizes}")
+                for known in (None, sizes):
+                    result = fc.all_gather_v(parts[me], backend, counts=known, algorithm=name)
+                    check_same(result, oracle.joined(parts), f"all_gather_v, {name}, {sizes}")
     nothing = fc.all_gather_v(np.empty((0, 2)), backend)
     assert nothing.shape == (0, 2)
     room = np.empty((p * (p + 1) // 2,), np.int16)
     result = fc.all_gather_v(np.full(me + 1, me, np.int16), backend, out=room)
     assert result is room
     check_same(room, np.repeat(np.arange(p), range(1, p + 1)).astype(np.int16), "into out")
+    expect_refusal(fc.all_gather_v, np.zeros(3), backend, counts=[2] * p)
 
 
 def ragged_rooted(backend: fc.Backend) -> None:
