@@ -43,8 +43,7 @@ class LeaderFollowers(ABC):
                 finally:
                     self._waits += 1
                     self._baton.release()
-                    for follower in self._followers[:1]:
-                        follower.poke()
+                    self._hand_over()
                     self._stepped_down()
             else:
                 self._follow(awaited, end)
@@ -59,6 +58,14 @@ class LeaderFollowers(ABC):
                 awaited.follow(max(end - time.monotonic(), 0.0))
         finally:
             self._followers.remove(awaited)
+            if awaited.finished and not self._baton.locked():
+                self._hand_over()  # it may have been poked to lead, and finished just then
+
+    def _hand_over(self) -> None:
+        """Wake the first follower that still waits, to lead."""
+        waiting = [each for each in self._followers if not each.finished]
+        for follower in waiting[:1]:
+            follower.poke()
 
     @abstractmethod
     def _lead(self, awaited: PolledMessage, end: float) -> None:

@@ -123,7 +123,7 @@ def summary(ranks: Sequence[Answer]) -> list[str]:
         lines[0] += f", {text.count(round(sum(tokens)))} tokens/s"
     slow = slowest(ranks)
     if slow is not None:
-        others = median(_own(rank) for rank in ranks if rank is not slow)
+        others = median(_own(rank) for rank in _stepped(ranks) if rank is not slow)
         lines.append(
             f"rank {slow['rank']} is the slowest: in a step it works {text.duration(_own(slow))} "
             f"without waiting, the others {text.duration(others)}"
@@ -137,7 +137,7 @@ def summary(ranks: Sequence[Answer]) -> list[str]:
 
 def slowest(ranks: Sequence[Answer]) -> Answer | None:
     """Return the rank that others wait for; None if none stands out."""
-    stepped = [rank for rank in ranks if "seconds" in rank["figures"]]
+    stepped = _stepped(ranks)
     if len(stepped) < 2:
         return None
     most = max(stepped, key=_own)
@@ -145,9 +145,14 @@ def slowest(ranks: Sequence[Answer]) -> Answer | None:
     return most if _own(most) > _SLOW * others else None
 
 
+def _stepped(ranks: Sequence[Answer]) -> list[Answer]:
+    return [rank for rank in ranks if "seconds" in rank["figures"]]
+
+
 def _own(rank: Answer) -> float:
+    """Seconds from the end of one step to that of the next in which it did not wait."""
     figures = rank["figures"]
-    return float(figures.get("seconds", 0.0) - figures.get("waiting", 0.0))
+    return float(figures["seconds"] + figures.get("between", 0.0) - figures["waiting"])
 
 
 def _row(answer: Answer) -> list[str]:

@@ -83,16 +83,25 @@ def ask() -> None:
     """
     path = folder()
     try:
-        path.mkdir(mode=0o700, exist_ok=True)
-        with _entered(path) as place:
-            flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW
-            file = os.open(_ASKED, flags, 0o600, dir_fd=place)
+        for last in (False, True):
+            path.mkdir(mode=0o700, exist_ok=True)
             try:
-                os.utime(file)
-            finally:
-                os.close(file)
+                with _entered(path) as place:
+                    _touch(place)
+                    return
+            except FileNotFoundError:  # another one who had asked has just removed it
+                if last:
+                    raise
     except OSError as error:
         raise ArgumentError(f"{path}: cannot be used: {error.strerror}") from error
+
+
+def _touch(place: int) -> None:
+    file = os.open(_ASKED, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o600, dir_fd=place)
+    try:
+        os.utime(file)
+    finally:
+        os.close(file)
 
 
 def read(since: float) -> list[dict[str, Any]]:
@@ -105,8 +114,10 @@ def read(since: float) -> list[dict[str, Any]]:
     try:
         with _entered(folder()) as place:
             for name in os.listdir(place):
-                if name.endswith(".json"):
+                if name.endswith(".json") and not name.startswith("."):  # a part of one
                     found += _read(place, name, since)
+    except FileNotFoundError:  # another one who had asked has removed it
+        return []
     except OSError as error:
         raise ArgumentError(f"{folder()}: cannot be read: {error.strerror}") from error
     return sorted(found, key=lambda answer: (answer["job"], answer["rank"]))

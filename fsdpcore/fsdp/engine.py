@@ -263,9 +263,11 @@ class FSDP(StateVerbs):
             callback: gets a new dict of numbers by name: ``step`` (updates so far), ``seconds`` of
                 the step, and of these ``computing``, ``waiting``, ``moving`` and ``optimizer``;
                 ``memory_bytes`` (as ``peak_bytes`` of ``report``), ``sent_bytes``, ``loss_scale``,
-                ``skipped`` (0 or 1); where they are known, ``grad_norm``, ``tokens`` and
-                ``tokens_per_second``. It is called by the thread that ends the step, outside of
-                it; what it raises, the ``with`` statement raises. Not a collective.
+                ``skipped`` (0 or 1); where they are known, ``between`` (seconds from the end of the
+                last training step to the begin of this one), ``grad_norm``, ``tokens`` and
+                ``tokens_per_second``, which counts these seconds, too. It is called by the thread
+                that ends the step, outside of it; what it raises, the ``with`` statement raises.
+                Not a collective.
 
         Raises:
             ArgumentError: it cannot be called.

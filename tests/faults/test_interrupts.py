@@ -156,3 +156,25 @@ def test_a_withdrawal_that_is_interrupted_is_made_again() -> None:
     _, told = run_threads(body, 2, shm="off")
     assert told.error == "PeerFailedError"
     assert len(calls) == 2
+
+
+def _small(backend: fc.Backend, interrupt: Interrupt) -> tuple[int, bool]:
+    values = np.zeros(1, np.int64)
+    for _ in range(3):  # a fourth takes the short way
+        fc.all_reduce(values, backend)
+    with contextlib.suppress(fc.CommunicationError):
+        if backend.rank == 0:
+            fc.all_reduce(values, backend)
+        else:
+            interrupt.during(lambda: fc.all_reduce(values, backend))
+    return interrupt.raised, backend.order.lock.locked()
+
+
+def test_a_small_call_that_is_interrupted_leaves_no_lock_behind() -> None:
+    for moment in itertools.count():
+        args = (Interrupt(moment),)
+        raised, locked = fc.launch(_small, world_size=2, args=args, transport="sim")[1]
+        assert not locked, moment
+        if not raised:
+            break
+    assert moment > 10

@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 
 import fsdpcore as fc
 from fsdpcore.commands.main import app
+from fsdpcore.commands.top import slowest, summary
 from fsdpcore.diagnostics import live
 
 
@@ -126,6 +127,47 @@ def test_top_asks_a_running_job(job, place):
     assert "waiting" in "".join(header)
     time.sleep(0.6)
     assert not place.exists()  # nobody asks any more
+
+
+def answer(rank, **figures):
+    known = {"rank": rank, "world_size": 3, "job": "j", "written": time.time() + 60}
+    return {**known, "figures": figures}
+
+
+def test_the_slowest_is_who_works_longest_from_one_step_to_the_next():
+    quick = {"seconds": 0.1, "waiting": 0.09, "between": 0.001}
+    loading = {"seconds": 0.02, "waiting": 0.01, "between": 0.081}
+    ranks = [answer(0, **quick), answer(1, **loading), answer(2)]
+    assert slowest(ranks) is ranks[1]
+    assert "rank 1 is the slowest: in a step it works 91 ms" in summary(ranks)[1]
+    assert "the others 11 ms" in summary(ranks)[1]
+    assert slowest([ranks[0], answer(1, **quick), ranks[2]]) is None
+
+
+def test_tokens_count_against_the_time_between_steps_too():
+    def body(backend):
+        engine, told = engine_of(backend), []
+        engine.on_step(told.append)
+        for _ in range(2):
+            make_step(engine, tokens=50)
+            time.sleep(0.05)
+        return told
+
+    ((first, second),) = run_on(WithoutWindow, body, world_size=1)
+    assert "between" not in first
+    assert second["between"] > 0.05
+    taken = second["seconds"] + second["between"]
+    assert second["tokens_per_second"] == pytest.approx(50 / taken)
+
+
+def test_what_is_half_written_or_gone_is_no_answer(place):
+    live.ask()
+    live.Answers("job", 0).give({"rank": 0})
+    (place / ".part.json").write_text(next(place.glob("[!.]*.json")).read_text())
+    assert [each["rank"] for each in live.read(0.0)] == [0]
+    live.end()
+    assert live.read(0.0) == []
+    assert not place.exists()
 
 
 def test_top_finds_nobody(place):

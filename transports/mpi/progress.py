@@ -78,6 +78,7 @@ class ProgressThread(LeaderFollowers):
         name: str,
     ) -> None:
         super().__init__()
+        self._leading: set[int] = set()  # threads that poll
         self._poll = poll
         self._busy = busy
         self._tick = tick
@@ -105,20 +106,27 @@ class ProgressThread(LeaderFollowers):
 
     def _lead(self, awaited: PolledMessage | _Condition, end: float) -> None:
         pauses = _Pauses()
-        while not awaited.finished:
-            if self._poll():
-                pauses.reset()
-                continue
-            remaining = end - time.monotonic()
-            if remaining <= 0:
-                return
-            pauses.rest(remaining)
+        thread = threading.get_ident()
+        self._leading.add(thread)
+        try:
+            while not awaited.finished:
+                if self._poll():
+                    pauses.reset()
+                    continue
+                remaining = end - time.monotonic()
+                if remaining <= 0:
+                    return
+                pauses.rest(remaining)
+        finally:
+            self._leading.discard(thread)
 
     def _run(self) -> None:
         seen, pause = 0, 0.0
         while not self._stop.wait(pause):
             self._tick()
-            if self._baton.locked() or self._waits != seen:  # who has waited once will again
+            # Not whether the baton is held: after Ctrl-C it may be, with nobody who polls. Who has
+            # waited once will again.
+            if self._leading or self._waits != seen:
                 seen, pause = self._waits, _AWAY_SECONDS
             elif self._poll():
                 pause = 0.0

@@ -275,9 +275,13 @@ class Poller(LeaderFollowers):
         if self._unfinished:
             time.sleep(_CHANCE_SECONDS)
         with self._lock:
-            unfinished, self._unfinished = self._unfinished, []
-            for handler in (*unfinished, *ready):
-                handler()
+            todo, self._unfinished = [*self._unfinished, *ready], []
+            try:
+                while todo:
+                    todo[0]()
+                    del todo[0]
+            finally:  # after Ctrl-C they have to be called again
+                self._unfinished[:0] = todo
             self.changed()
 
 

@@ -85,7 +85,7 @@ def _map(context: CollectiveContext, sharing: MemorySharing, nbytes: int) -> Byt
         try:
             if number:
                 memory = window.bytes(0, nbytes) if window else sharing.open(number)[:nbytes]
-        except OSError as error:
+        except (OSError, MemoryError) as error:
             why = str(error)
         complete = all(region.exchange(context, memory is not None))
     finally:

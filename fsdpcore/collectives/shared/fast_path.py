@@ -9,7 +9,6 @@ is bound here in one closure. It does what ``run`` does around a call. What move
 from __future__ import annotations
 
 import math
-from time import monotonic_ns
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -66,7 +65,7 @@ def _around(
     """Return ``move`` with what stands before and after it in every call."""
     root, record, begin_entry = backend.root, spec.record, backend.root.recorder.begin
     order, digest, limit = backend.order, spec.digest, backend.timeout
-    acquire, release = order.lock.acquire, order.lock.release
+    lock, now = order.lock, root.clock.nanoseconds
     dtype, shape = spec.dtype, spec.out_shape
     empty, ndarray = np.empty, np.ndarray
 
@@ -85,9 +84,9 @@ def _around(
             type(out) is ndarray and out.shape == shape and out.dtype is dtype and out.flags.carray
         ):
             return DECLINED
-        if not acquire(False):
+        if lock.locked():
             return DECLINED
-        try:
+        with lock:  # not acquire(False): Ctrl-C could come between that and a try
             executor = order.executor
             busy = executor is not None and not executor.idle
             if busy or order.closed or root.failure is not None:
@@ -102,12 +101,10 @@ def _around(
                     begin()
                     context.broke(entry, error)
                     raise
-                entry.end = monotonic_ns()
+                entry.end = now()
             except BaseException as error:
                 order.abandon(before, spec.operation, error)
                 raise
-        finally:
-            release()
         return out
 
     return go

@@ -232,14 +232,15 @@ class SharedRegion:
             flags[mine] = step
             if meanwhile is not None:
                 meanwhile()
-            agreed = True
             for at in others[parity]:
                 if flags[at] != step:
                     wait(at, step, context, begin)
+            if fence is not None:  # before what was written ahead of the flags, digests too
+                fence()
+            agreed = True
+            for at in others[parity]:
                 if flags[at + DIGEST] != digest:
                     agreed = False
-            if fence is not None:
-                fence()
             if not agreed:
                 if begin is not None:
                     begin()

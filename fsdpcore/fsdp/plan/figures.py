@@ -37,6 +37,8 @@ class StepFigures:
         self._answers = Answers(root.job_id, root.rank)
         self._next = 0
         self._last: tuple[Figures, StepTimes] | None = None
+        self._ended = 0  # when that was, by the clock of the steps
+        self._between: float | None = None  # seconds from the step before that one to it
 
     def ended(self, found: Mapping[str, float | None]) -> None:
         """Take note that a training step has ended.
@@ -44,10 +46,11 @@ class StepFigures:
         Args:
             found: what the step knows itself; None for what it does not.
         """
-        self._last = (
-            {name: value for name, value in found.items() if value is not None},
-            (self._executor.times),
-        )
+        times = self._executor.times
+        begin, end = times.marks[0], times.marks[-2]
+        self._between = (begin - self._ended) * 1e-9 if self._last is not None else None
+        self._ended = end
+        self._last = {name: value for name, value in found.items() if value is not None}, times
         if self.callbacks:
             figures = self._figures()
             for callback in self.callbacks:
@@ -68,8 +71,10 @@ class StepFigures:
             figures["sent_bytes"] = trained[0].bytes_sent
         figures["loss_scale"] = self._executor.model.scaler.scale
         figures.update(found)
+        if self._between is not None:
+            figures["between"] = self._between
         if "tokens" in found and times.seconds:
-            figures["tokens_per_second"] = found["tokens"] / times.seconds
+            figures["tokens_per_second"] = found["tokens"] / (times.seconds + (self._between or 0))
         return figures
 
     def look(self) -> None:

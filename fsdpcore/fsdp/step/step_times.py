@@ -6,6 +6,7 @@ then on, so all parts together are the step, whatever takes long in it.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from typing import Any, Literal, NamedTuple
@@ -74,6 +75,13 @@ class StepTimes:
         self.mark = _marker(self.marks, nanoseconds)
         self._before: dict[Doing, int] = {}  # of marks that are not kept
         self._dropped = 0  # nanoseconds of these
+
+    def __getstate__(self) -> tuple[list[Any], dict[Doing, int], int]:
+        return self.marks, self._before, self._dropped
+
+    def __setstate__(self, state: tuple[list[Any], dict[Doing, int], int]) -> None:
+        self.marks, self._before, self._dropped = state
+        self.mark = _marker(self.marks, time.monotonic_ns)
 
     def shorten(self) -> None:
         """Keep sums only, if there are very many marks."""
