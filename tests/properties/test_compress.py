@@ -14,6 +14,7 @@ from support.quantised import KINDS, half_steps, round_trip, travelled, tree_sum
 from support.spmd import run
 
 import fsdpcore as fc
+from fsdpcore.compress import quantiser
 from fsdpcore.compress.exchange import Exchange
 from fsdpcore.compress.packing import Packing
 from fsdpcore.compress.quantiser import Format, Quantiser
@@ -94,7 +95,9 @@ def test_inf_and_nan_are_found_in_their_block_and_nowhere_else(form: Format) -> 
 
 
 @pytest.mark.skipif(not compiling.available(), reason="numba is not installed")
-@pytest.mark.parametrize("form", [Format(b, 64, r) for b in (8, 4) for r in (False, True)], ids=str)
+@pytest.mark.parametrize(
+    "form", [Format(b, n, r) for n in (8, 64) for b in (8, 4) for r in (False, True)], ids=str
+)
 def test_numba_makes_the_same_bits(form: Format) -> None:
     parts = [values_of(kind, 999, 5) for kind in KINDS]
     values = np.concatenate([*parts, np.float32([np.nan, np.inf, -np.inf])])
@@ -136,8 +139,18 @@ def _program(backend: fc.Backend, size: int, exact: list[tuple[int, int]], bits:
     assert_array_equal(error, flats[rank] - came[rank])
 
     out = flats[rank].copy()
-    exchange.all_reduce(out, packing, out, (None, None), "reduce")
+    left_out = np.zeros_like(out), np.zeros_like(out[here])
+    exchange.all_reduce(out, packing, out, left_out, "reduce")
     assert_array_equal(out, travelled(total, bounds, coded, bits, BLOCK))
+    assert_array_equal(left_out[0], flats[rank] - came[rank])
+    assert_array_equal(left_out[1], (total - out)[here])
+
+    base = values_of("normal", bounds[-1], 9)
+    base[size:] = 0
+    flat = base.copy()
+    exchange.all_gather(whole[here].copy(), packing, flat, "differences", differences=True)
+    changed = base + travelled(whole - base, bounds, coded, bits, BLOCK)
+    assert_array_equal(flat, np.where(coded, changed, whole))
 
 
 @settings(max_examples=15)
@@ -146,10 +159,13 @@ def _program(backend: fc.Backend, size: int, exact: list[tuple[int, int]], bits:
     st.integers(0, 90),
     st.lists(st.integers(0, 90), max_size=6),
     st.sampled_from([8, 4]),
+    st.sampled_from([16, quantiser.TILE]),
 )
 def test_an_exchange_quantises_once_in_each_hop(
-    ranks: int, size: int, borders: list[int], bits: int
+    ranks: int, size: int, borders: list[int], bits: int, tile: int
 ) -> None:
     cuts = sorted(min(border, size) for border in borders)
     exact = list(zip(cuts[::2], cuts[1::2], strict=False))
-    run(_program, transport="sim", world_size=ranks, args=(size, exact, bits))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(quantiser, "TILE", tile)
+        run(_program, transport="sim", world_size=ranks, args=(size, exact, bits))

@@ -332,3 +332,42 @@ def test_what_is_quantised_sends_the_bytes_of_the_formula(strategy):
         return counts[-1] - AGREED * 3
 
     assert run_on(CountingSim, body, world_size=4, shm="off") == [2 * moves * 3 * packed] * 4
+
+
+@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op"])
+def test_quantised_gradients_of_unequal_chunks_are_counted(strategy):
+    def body(backend):
+        int4 = fc.Compression(None, "int4", block=8)  # 35 elements: 2, 2, 2 and 1 blocks
+        options = {"compression": int4, "algorithm": "direct"}
+        engine = engine_of(backend, {"a": (5, 7)}, strategy, **options)
+        one_step(engine)
+        before = sum(backend.sent)
+        one_step(engine)
+        assert sum(backend.sent) - before == engine.stats.bytes_sent
+
+    run_on(CountingSim, body, world_size=4, shm="off")
+
+
+def test_what_ranks_send_as_it_is_at_first_is_counted():
+    def body(backend):
+        options = {"compression": fc.Compression("int4", "int4"), "algorithm": "direct"}
+        engine = engine_of(backend, {"a": (128, 256)}, "shard_grad_op", **options)
+        for _ in range(2):
+            before = sum(backend.sent)
+            one_step(engine)
+            assert 0 <= sum(backend.sent) - before - engine.stats.bytes_sent < 200  # to agree
+
+    run_on(CountingSim, body, world_size=4, shm="off")
+
+
+@pytest.mark.parametrize("compression", [None, fc.Compression(None, "int4")])
+def test_an_outer_step_sends_what_it_says(compression):
+    def body(backend):
+        mesh = fc.Mesh(backend, {"group": 2, "shard": 2})
+        engine = engine_of(mesh["shard"], {"a": (128, 256)}, "full_shard")
+        outer = fc.OuterStep(engine, mesh["group"], every=1, compression=compression)
+        before = sum(backend.sent)
+        outer.step()
+        assert 0 <= sum(backend.sent) - before - outer.sends < 200  # to agree
+
+    run_on(CountingSim, body, world_size=4, shm="off")

@@ -16,6 +16,7 @@ from support.fsdp_steps import STRATEGIES, by_strategy, cause_of, launch, one_pa
 from support.quantised import travelled, tree_sum
 
 import fsdpcore as fc
+from fsdpcore.core.geometry.layout import ParamRange
 
 BLOCK = 16
 INT4 = fc.Compression("int4", "int4", block=BLOCK)
@@ -581,3 +582,78 @@ def test_a_compression_in_words(words: str, compression: fc.Compression) -> None
 def test_words_that_are_no_compression_are_refused(words: str) -> None:
     with pytest.raises(fc.ArgumentError, match=r"such as 'int8' or 'int8,int4,keep'; got"):
         fc.Compression.parse(words)
+
+
+@by_strategy
+def test_what_is_left_out_comes_with_later_gradients(strategy: fc.Strategy) -> None:
+    def body(backend: fc.Backend) -> None:
+        engine = engine_of(backend, strategy, FEEDBACK, optimizer=fc.optim.SGD(lr=1.0))
+        before = {name: array.copy() for name, array in engine.state_dict(full=True).items()}
+        for _ in range(50):
+            train(
+                engine,
+                lambda unit, params, grads: grads.update(
+                    {p: gradient(unit.name, p, backend.rank, 0) for p in params}
+                ),
+            )
+        after = engine.state_dict(full=True)
+        for unit, param in ((unit, param) for unit, params in SHAPES.items() for param in params):
+            mean = sum(gradient(unit, param, rank, 0) for rank in range(4)) / 4
+            moved = before[f"{unit}.{param}"] - after[f"{unit}.{param}"]
+            assert_allclose(moved / 50, mean, atol=0.02)
+
+    launch(body)
+
+
+@by_strategy
+def test_what_is_computed_with_stays_near_the_masters(strategy: fc.Strategy) -> None:
+    def body(backend: fc.Backend) -> None:
+        compression = fc.Compression("int8", "int8", block=BLOCK)
+        engine = engine_of(backend, strategy, compression, optimizer=fc.optim.SGD(lr=1.0))
+        for _ in range(5):
+            take_step(engine)
+        masters = engine.state_dict(full=True)
+        for unit, arrays in values_of(engine).items():
+            for param, array in arrays.items():
+                assert_allclose(array, masters[f"{unit}.{param}"], atol=0.03)
+
+    launch(body)
+
+
+@pytest.mark.parametrize("name", ["full_shard", "hybrid_shard", "no_shard"])
+def test_hosts_only_quantises_in_groups_of_several_hosts(name: str) -> None:
+    def body(backend: fc.Backend) -> list[Any]:
+        near = fc.Compression("int4", "int4", block=BLOCK, hosts_only=True)
+        each = fc.Compression("int4", "int4", block=BLOCK)
+        return [
+            {
+                op.kind: sum(o.nbytes for o in plan.operations if o.kind == op.kind)
+                for plan in [engine_of(backend, STRATEGIES[name], chosen, window=False).plan()]
+                for op in plan.operations
+            }
+            for chosen in (near, each, None)
+        ]
+
+    for near, each, plain in fc.launch(body, world_size=4, transport="sim://?hosts=2", timeout=30):
+        local = {"all_gather", "reduce_scatter"} if name == "hybrid_shard" else set()
+        for kind, nbytes in near.items():
+            assert nbytes == (plain if kind in local else each)[kind]
+
+
+def test_no_patterns_leave_nothing_exact() -> None:
+    bias = ParamRange("b", (5,), 0)
+    assert fc.Compression(exact=()).exact_spans("a", [bias]) == ()
+    assert fc.Compression().exact_spans("a", [bias]) == ((0, 5),)
+
+
+def test_what_is_kept_is_counted_where_halves_of_a_shard_differ() -> None:
+    def body(backend: fc.Backend) -> None:
+        unit = fc.Unit("a", {"w": np.zeros((8, 16), np.float32), "b": np.zeros(40, np.float32)})
+        strategy = fc.Strategy("hybrid_shard", shard_group_size=2)
+        engine = fc.FSDP(
+            [unit], backend, strategy=strategy, optimizer=fc.optim.SGD(lr=0.1), compression=INT4
+        )
+        train(engine)
+        assert engine.held().quantising == engine.plan().quantising
+
+    launch(body)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import re
 import threading
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from numpy.testing import assert_array_equal
+from numpy.testing import assert_allclose, assert_array_equal
 from support.fsdp_device import needs_compiler, on_gpus, on_host
 from support.fsdp_steps import cause_of, launch, train
 
@@ -141,6 +142,7 @@ def test_differences_travel_quantised_and_resume_with_the_same_bits(
             for e in (engine, again[0])
         ]
         assert bits[0] == bits[1]
+        assert (again[1].calls, again[1].rounds) == (outer.calls, outer.rounds)
         return bits[0], outer.sends, plain.sends
 
     found = launch(body)
@@ -244,3 +246,103 @@ def test_what_makes_no_sense_is_refused() -> None:
         fc.OuterStep(engine, engine.backend, every=2)
 
     assert "counterparts" in str(cause_of(inside, 4))
+
+
+def test_exact_parameters_of_every_shard_travel_as_they_are() -> None:
+    def body(backend: fc.Backend) -> None:
+        found = []
+        for compression in (None, fc.Compression(None, "int4", block=8)):
+            engine, outer = make(backend, compression=compression)
+            take_steps(engine, outer, 4)
+            found.append(engine.state_dict(full=True))
+        for name in values():
+            same = np.array_equal(found[0][name], found[1][name])
+            assert same == (name == "a.b"), name
+
+    launch(body)
+
+
+@pytest.mark.parametrize("fragments", [1, 3])
+@pytest.mark.parametrize("delay", [0, 3])
+def test_an_optimizer_counts_the_meetings_of_each_unit(
+    monkeypatch: pytest.MonkeyPatch, fragments: int, delay: int
+) -> None:
+    seen: list[int] = []
+    update = fc.optim.AdamW.update
+
+    def note(self: Any, *arguments: Any, step: int, **options: Any) -> None:
+        seen.append(step)
+        update(self, *arguments, step=step, **options)
+
+    monkeypatch.setattr(fc.optim.AdamW, "update", note)
+    adam = fc.optim.AdamW(lr=0.1)
+    options = {"every": 6, "fragments": fragments, "delay": delay, "optimizer": adam}
+    launch(lambda backend: take_steps(*make(backend, **options), 13 + delay))
+    assert sorted(seen) == [1] * 12 + [2] * 12  # three units of four ranks
+
+
+@pytest.mark.parametrize("compression", [None, INT4])
+def test_what_is_not_finite_is_found_by_all(compression: fc.Compression | None) -> None:
+    def body(backend: fc.Backend) -> None:
+        engine, outer = make(backend, compression=compression, every=1)
+        with engine["d"].writing() as shard:
+            shard[0] = np.nan if backend.rank == 3 else shard[0]
+        before = [unit.shard.tobytes() for unit in engine.units]
+        with pytest.raises(fc.NonFiniteGradientError, match="no parameter was changed"):
+            outer.step()
+        assert [unit.shard.tobytes() for unit in engine.units] == before
+        assert outer.rounds == 0
+
+    launch(body)
+
+
+def test_state_waits_for_what_is_on_its_way() -> None:
+    def body(backend: fc.Backend) -> None:
+        engine, outer = make(backend, delay=3)
+        add_up = outer._add_up
+
+        def late(*arguments: Any) -> None:
+            time.sleep(0.2)
+            add_up(*arguments)
+
+        outer._add_up = late  # type: ignore[method-assign]
+        take_steps(engine, outer, 4)
+        (total,) = outer.state_dict().arrays["outer/total/d.w"].pieces
+        at = slice(total.start, total.stop)
+        change = sum(
+            np.float32(LR) * gradient("d.w", group, number)
+            for group in (0, 1)
+            for number in range(4)
+        )
+        assert_allclose(total.array, change.reshape(-1)[at], atol=1e-5)
+
+    launch(body)
+
+
+@pytest.mark.parametrize("option", ["every", "delay", "fragments"])
+def test_groups_that_differ_in_options_are_found(option: str) -> None:
+    def body(backend: fc.Backend) -> None:
+        make(backend, **{option: 2 + backend.rank // 2})
+
+    assert "groups differ" in str(cause_of(body, 4))
+
+
+def test_what_is_left_out_of_differences_comes_later() -> None:
+    def body(backend: fc.Backend) -> None:
+        sgd = fc.optim.SGD(lr=1.0)
+        engine, outer = make(backend, every=1, compression=INT4, optimizer=sgd)
+        group = outer.groups.rank
+
+        def give(unit: fc.Unit, params: Mapping[str, Any], grads: Any) -> None:
+            for param in params:
+                grads[param] = gradient(f"{unit.name}.{param}", group, 0)
+
+        for _ in range(50):
+            train(engine, give)
+            outer.step()
+        found = engine.state_dict(full=True)
+        for name, before in values().items():
+            mean = (gradient(name, 0, 0) + gradient(name, 1, 0)) / 2
+            assert_allclose((before - found[name]) / (50 * LR), mean, atol=0.03)
+
+    launch(body)
