@@ -115,8 +115,10 @@ def as_text(ranks: Sequence[Answer]) -> str:
 
 def summary(ranks: Sequence[Answer]) -> list[str]:
     """Say in words how the job goes on, and who holds it up."""
-    size, here = ranks[0]["world_size"], len(ranks)
-    whole = f"{size} ranks" if here == size else f"{here} of its {size} ranks on this host"
+    size, here, found = ranks[0]["world_size"], ranks[0].get("here", len(ranks)), len(ranks)
+    whole = f"{size} ranks" if found == size else f"{found} of its {size} ranks on this host"
+    if found < here:
+        whole = f"{found} of the {here} ranks on this host answer"
     lines = [f"job {ranks[0]['job']}: {whole}"]
     tokens = [rank["figures"].get("tokens_per_second") for rank in ranks]
     if all(each is not None for each in tokens):

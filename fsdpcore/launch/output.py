@@ -7,6 +7,7 @@ apart, they print into pipes, which one thread of the launcher reads.
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 import os
 import re
@@ -21,7 +22,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO
 
-from fsdpcore.core.errors import ConfigError
+from fsdpcore.core.errors import ConfigError, in_words
+
+_LOG = logging.getLogger("fsdpcore")
 
 # What is read at once, and of a rank's line passed on at once.
 _MAX_LINE = 1 << 16
@@ -203,6 +206,10 @@ class OutputPipes:
         os.close(self._waker)
 
 
+def _drop(line: bytes) -> None:
+    """Have nobody see a line."""
+
+
 class _Lines:
     """A pipe's reading end, cut into lines."""
 
@@ -233,6 +240,10 @@ class _Lines:
                 self._flush()
         except OSError:  # whoever writes notices that the pipe is closed
             return False
+        except Exception as error:
+            # Who takes the lines cannot; they are still to be read, or ranks would wait to write.
+            _LOG.error("what ranks print is lost from here on: %s", in_words(error))
+            self._handler, self._rest = _drop, b""
         return True
 
     def finish(self) -> None:

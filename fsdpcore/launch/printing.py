@@ -57,7 +57,11 @@ def labelled(rank: int, stream: TextIO) -> Callable[[bytes], None]:
     """Make a function that writes a line of a rank to a stream, with the rank before it."""
 
     def write(line: bytes) -> None:
-        stream.write(f"[{rank}] {line.decode(errors='replace')}\n")
+        text = f"[{rank}] {line.decode(errors='replace')}\n"
+        try:
+            stream.write(text)
+        except UnicodeError:  # a stream of ASCII, for example
+            stream.write(text.encode("ascii", "backslashreplace").decode())
 
     return write
 

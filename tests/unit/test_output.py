@@ -60,6 +60,18 @@ def test_a_process_that_holds_its_output_open_keeps_nobody(capfdbinary, then):
     assert (b"[7] last words\n" in out) or then == "yes", "which speaks in between"
 
 
+def test_where_lines_cannot_be_written_they_are_read_all_the_same(caplog):
+    def refuse(line):
+        raise RuntimeError("no such stream")
+
+    with OutputPipes() as pipes, pipes.ending_in(refuse) as (end,):
+        for _ in range(100):  # more than a pipe holds
+            os.write(end, b"line\n" * 1000)
+    assert [record.message for record in caplog.records] == [
+        "what ranks print is lost from here on: RuntimeError: no such stream"
+    ]
+
+
 def test_whoever_prints_where_nobody_reads_is_told():
     def refuse(line):
         raise BrokenPipeError

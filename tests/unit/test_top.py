@@ -142,6 +142,9 @@ def test_the_slowest_is_who_works_longest_from_one_step_to_the_next():
     assert "rank 1 is the slowest: in a step it works 91 ms" in summary(ranks)[1]
     assert "the others 11 ms" in summary(ranks)[1]
     assert slowest([ranks[0], answer(1, **quick), ranks[2]]) is None
+    assert summary(ranks[:2])[0].startswith("job j: 2 of its 3 ranks on this host")
+    two = [{**each, "here": 3} for each in ranks[:2]]
+    assert summary(two)[0].startswith("job j: 2 of the 3 ranks on this host answer")
 
 
 def test_tokens_count_against_the_time_between_steps_too():
@@ -158,6 +161,24 @@ def test_tokens_count_against_the_time_between_steps_too():
     assert second["between"] > 0.05
     taken = second["seconds"] + second["between"]
     assert second["tokens_per_second"] == pytest.approx(50 / taken)
+
+
+def test_tokens_are_numbers():
+    def body(backend):
+        engine = engine_of(backend)
+        with engine.step() as step:
+            for wrong in (-3, np.nan, "x"):
+                with pytest.raises(fc.ArgumentError, match="tokens"):
+                    step.tokens = wrong
+            step.tokens = np.int64(7)
+            assert type(step.tokens) is float
+            raise ZeroDivisionError
+
+    def whole(backend):
+        with pytest.raises(ZeroDivisionError):
+            body(backend)
+
+    run_on(WithoutWindow, whole, world_size=1)
 
 
 def test_what_is_half_written_or_gone_is_no_answer(place):

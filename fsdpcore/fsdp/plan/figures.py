@@ -53,7 +53,7 @@ class StepFigures:
         self._last = {name: value for name, value in found.items() if value is not None}, times
         if self.callbacks:
             figures = self._figures()
-            for callback in self.callbacks:
+            for callback in tuple(self.callbacks):
                 callback(dict(figures))
         self.look()
 

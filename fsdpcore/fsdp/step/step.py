@@ -101,7 +101,7 @@ class Step(GradientVerbs):
     ) -> None:
         super().__init__(steps.executor, divisor, training)
         self.training = training
-        self.tokens = None if tokens is None else as_finite(tokens, "tokens", minimum=0)
+        self.tokens = tokens
         self._steps = steps
         self._synchronising = True
 
@@ -130,6 +130,15 @@ class Step(GradientVerbs):
             if self._state.updated and self._steps.watch is not None:
                 found = {"skipped": float(self.skipped), "grad_norm": self._found_norm}
                 self._steps.watch.ended({**found, "tokens": self.tokens})
+
+    @property
+    def tokens(self) -> float | None:
+        """See the class; may be set."""
+        return self._tokens
+
+    @tokens.setter
+    def tokens(self, tokens: float | None) -> None:
+        self._tokens = None if tokens is None else as_finite(tokens, "tokens", minimum=0)
 
     def __repr__(self) -> str:
         kind = "training step" if self.training else "evaluation"
