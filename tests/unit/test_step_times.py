@@ -82,6 +82,37 @@ def test_each_second_is_where_it_was_spent():
     assert late.by_part()["computing"] == pytest.approx(computed, abs=1e-4)
 
 
+def test_time_around_gradients_is_the_callers_or_spent_waiting():
+    """Rank 1 comes late to a look at the gradients, and all ranks compute in and after it."""
+
+    def body(backend):
+        engine, sleep = engine_of(backend), backend.root.clock.sleep
+        with engine.step() as step:
+            for name in ("a", "b"):
+                with step.forward(name):
+                    pass
+            for name in ("b", "a"):
+                with step.backward(name) as (_, grads):
+                    grads["w"][:] = np.inf
+            sleep(LATE * backend.rank)
+            with step.gradients(full=True, write=True) as grads:
+                sleep(FORWARD)
+            sleep(BACKWARD)
+            with pytest.raises(fc.NonFiniteGradientError):
+                step.update()
+            sleep(BETWEEN)
+            if backend.rank:
+                sleep(LATE)
+        return engine.stats.times.by_part()
+
+    early, late = fc.launch(body, world_size=2, transport="sim://?clock=virtual")
+    own = FORWARD + BACKWARD + BETWEEN
+    assert early["computing"] == pytest.approx(own, abs=1e-4)
+    assert early["waiting"] == pytest.approx(LATE, abs=1e-4)
+    assert late["computing"] == pytest.approx(own + 2 * LATE, abs=1e-4)
+    assert early["moving"] + early["optimizer"] < 1e-4
+
+
 def test_the_parts_add_up_to_the_step():
     def body(backend):
         engine = engine_of(backend)

@@ -13,6 +13,7 @@ from fsdpcore.fsdp.state.state import ShardedArray
 from fsdpcore.fsdp.step.executor import StepExecutor
 from fsdpcore.fsdp.step.leaf_passes import LeafPasses
 from fsdpcore.fsdp.step.step_state import StepState
+from fsdpcore.fsdp.step.step_times import AGREEING, OUTSIDE
 from fsdpcore.fsdp.step.update import Clipping, apply_update, gradient_norm
 from fsdpcore.fsdp.units.gradients import check_divisor
 
@@ -88,9 +89,18 @@ class GradientVerbs:
     def _norm(self, what: str, limit: float | None, norm_type: float) -> float:
         norm_type = as_positive(norm_type, "norm_type", infinite=True)
         self._check_gradients(f"{what}()")
-        return gradient_norm(
-            self._executor, self.divisor, self._clipping, norm_type, limit=limit, what=what
-        )
+        with self._callers_time_after():
+            return gradient_norm(
+                self._executor, self.divisor, self._clipping, norm_type, limit=limit, what=what
+            )
+
+    @contextmanager
+    def _callers_time_after(self) -> Iterator[None]:
+        """Have what comes after the block count as the caller's own code."""
+        try:
+            yield
+        finally:
+            self._executor.times.mark(OUTSIDE)
 
     @contextmanager
     def gradients(
@@ -125,14 +135,19 @@ class GradientVerbs:
         """
         state = self._state
         self._check_gradients("gradients()")
-        self._executor.finish_reductions(self.divisor)
-        self._apply_clipping()
-        state.shown = True
-        try:
-            with gradient_arrays(self._model, full=full, write=write) as arrays:
-                yield arrays
-        finally:
-            state.shown = False
+        times = self._executor.times
+        with self._callers_time_after():
+            self._executor.finish_reductions(self.divisor)
+            times.mark(AGREEING)
+            self._apply_clipping()
+            state.shown = True
+            try:
+                with gradient_arrays(self._model, full=full, write=write) as arrays:
+                    times.mark(OUTSIDE)
+                    yield arrays
+                    times.mark(AGREEING)
+            finally:
+                state.shown = False
 
     def _apply_clipping(self) -> None:
         """Have what was clipped so far so in memory; it may change from now on."""
@@ -183,16 +198,17 @@ class GradientVerbs:
                 self._model.optimizers.check_takes_lr()
         self._check_gradients("update()")
         self._state.updated = True  # also if it is skipped, or raises: nothing is left to apply
-        norm, self.skipped = apply_update(
-            self._executor,
-            self.divisor,
-            self._clipping,
-            clip=clip,
-            norm_type=norm_type,
-            clip_value=clip_value,
-            lr=lr,
-            skip=bool(skip_nonfinite),
-        )
+        with self._callers_time_after():
+            norm, self.skipped = apply_update(
+                self._executor,
+                self.divisor,
+                self._clipping,
+                clip=clip,
+                norm_type=norm_type,
+                clip_value=clip_value,
+                lr=lr,
+                skip=bool(skip_nonfinite),
+            )
         self._found_norm = norm
         return norm
 
@@ -220,4 +236,6 @@ class GradientVerbs:
                 "nonfinite() says why update() was skipped; call it after an update with "
                 "step.skipped, inside of the step"
             )
-        return self._executor.nonfinite.find(self._executor.events).parameters
+        self._executor.times.mark(AGREEING)
+        with self._callers_time_after():
+            return self._executor.nonfinite.find(self._executor.events).parameters
