@@ -282,3 +282,20 @@ def test_variables_that_make_no_sense(script):
     done = finished(python(script(HEAD + PROGRAM)), torch_style(5, 2, 29501))
     assert done.code == 1
     assert "RANK=5 is not a rank of WORLD_SIZE=2" in done.err.splitlines()[-1]
+
+
+def test_a_class_of_a_session_goes_to_the_ranks_of_each_launch():
+    source = """
+import fsdpcore as fc
+
+class Pair:
+    pass
+
+def main(backend, pair):
+    return type(pair) is Pair
+
+for _ in range(2):
+    print(fc.launch(main, world_size=2, transport="zmq", args=[Pair()]))
+"""
+    done = finished(python("-c", source))
+    assert (done.code, done.out) == (0, "[True, True]\n" * 2), done.err

@@ -167,3 +167,21 @@ def test_only_matrices_are_taken_and_advice_is_given() -> None:
 def test_hyper_parameters_are_checked(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         Muon(**change)
+
+
+def test_a_rate_that_is_given_to_update_counts_for_owners_too() -> None:
+    def body(backend: fc.Backend, own: float, given: float | None) -> bytes:
+        units = [fc.Unit(f"u{i}", {"w": np.full((4, 3), 1.0 + i)}) for i in range(3)]
+        engine = fc.FSDP(units, backend, optimizer=fc.optim.Muon(own), window=False)
+        with engine.step() as step:
+            for unit in units:
+                with step.forward(unit):
+                    pass
+            for unit in reversed(units):
+                with step.backward(unit) as (_, grads):
+                    grads["w"] = np.arange(12.0).reshape(4, 3)
+            step.update(lr=given)
+        arrays = engine.state_dict(full=True, optimizer=False).arrays
+        return b"".join(array.tobytes() for array in arrays.values())
+
+    assert launch(body, 2, args=(0.5, 0.1)) == launch(body, 2, args=(0.1, None))

@@ -42,3 +42,43 @@ def test_who_still_waits_takes_over_from_the_leader() -> None:
         assert last.finished
         assert poller.led[-1] is last
         assert time.monotonic() - begin < 10
+
+
+class _Slow:
+    """A lock that is a moment late to be free."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.acquire, self.locked = self._lock.acquire, self._lock.locked
+
+    def release(self) -> None:
+        time.sleep(0.2)
+        self._lock.release()
+
+
+class _Turns(LeaderFollowers):
+    def __init__(self) -> None:
+        super().__init__()
+        self._baton = _Slow()  # type: ignore[assignment]
+        self.go = threading.Event()
+        self.led: list[PolledMessage] = []
+
+    def _lead(self, awaited: PolledMessage, end: float) -> None:
+        self.led.append(awaited)
+        if len(self.led) == 1:
+            self.go.wait(end - time.monotonic())
+        awaited.finish()
+
+
+def test_the_first_follower_leads_when_the_leader_has_its_message() -> None:
+    turns = _Turns()
+    messages = [PolledMessage(turns), PolledMessage(turns)]
+    threads = []
+    for message in messages:
+        threads.append(threading.Thread(target=turns.wait, args=(message, 5.0)))
+        threads[-1].start()
+        time.sleep(0.2)
+    turns.go.set()
+    for thread in threads:
+        thread.join()
+    assert turns.led == messages

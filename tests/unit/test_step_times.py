@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import pickle
 import sys
@@ -16,6 +17,7 @@ from typer.testing import CliRunner
 import fsdpcore as fc
 from fsdpcore.commands.main import app
 from fsdpcore.diagnostics import entries
+from fsdpcore.fsdp.step.step_times import OUTSIDE, StepTimes
 
 FORWARD, BACKWARD, BETWEEN, LATE, UPDATE = 0.02, 0.03, 0.025, 0.05, 0.015
 
@@ -227,3 +229,36 @@ def test_an_open_step_goes_on_until_now():
         (each["step"], each["start_ns"], each["end_ns"]) for each in entries.spans(7, marks, 50)
     ]
     assert found == [(7, 20, 30), (7, 30, 50)]
+
+
+def test_marks_that_are_not_kept_count_once():
+    ticks = itertools.count(0, 1000)
+    times = StepTimes(lambda: next(ticks))
+    for _ in range(100_000):
+        times.shorten()
+        times.mark(OUTSIDE)
+    assert len(times.marks) < 60_000
+    assert times.seconds == pytest.approx(99_999e-6, rel=1e-9)
+    assert sum(times.by_part().values()) == pytest.approx(99_999e-6, rel=1e-9)
+
+
+def test_who_waits_for_a_reduction_waits():
+    def body(backend):
+        units = [fc.Unit("a", {"w": np.zeros(64, np.float32)})]
+        engine = fc.FSDP(
+            units, backend, optimizer=fc.optim.SGD(0.1), prefetch=0, window=False,
+            strategy="shard_grad_op",
+        )  # fmt: skip
+        with engine.step() as step:
+            with step.forward("a"):
+                pass
+            with step.backward("a") as (_, grads):
+                grads["w"][:] = 1.0
+                backend.root.clock.sleep(0.05 * backend.rank)
+            step.update()
+        return engine.report().times.by_part()
+
+    early, late = fc.launch(body, world_size=2, transport="sim://?clock=virtual")
+    assert early["waiting"] == pytest.approx(0.05, abs=1e-3)
+    assert late["waiting"] < 1e-3
+    assert early["moving"] < 1e-3

@@ -241,3 +241,46 @@ def test_tensorboard_gets_them(tmp_path):
         assert found["step/tokens"] == dict.fromkeys((1, 2, 3), example.BATCH)
         assert set(found["loss"]) == {1, 2, 3}
         assert found["step/waiting"][2] < found["step/seconds"][2]
+
+
+TOLD = {"rank": 0, "world_size": 2, "here": 2, "pid": 1, "resident": 1, "figures": {"step": 3}}
+
+
+def test_what_a_job_has_answered_to_somebody_before_is_not_shown(place):
+    live.ask()
+    live.Answers("job", 0).give(TOLD)
+    assert [each["job"] for each in live.read(0.0)] == ["job"]
+    result = CliRunner().invoke(app, ["top", "--once", "--patience", "0"])
+    assert (result.exit_code, "no job of this user answers" in result.output) == (1, True)
+
+
+def test_a_rank_that_says_nothing_any_more_is_named():
+    now = time.time()
+    ranks = [{**answer(rank), "written": now - silent} for rank, silent in enumerate((0, 9))]
+    assert summary(ranks)[-1] == "rank 1: silent for 3 s and more"
+    assert len(summary(ranks[:1])) == 1
+
+
+def test_ranks_do_not_answer_to_who_has_died(place):
+    live.ask()
+    answers = live.Answers("job", 0)
+    assert answers.wanted
+    os.utime(place / "asked", (time.time() - 6,) * 2)
+    assert not answers.wanted
+
+
+def test_each_callback_has_figures_of_its_own():
+    def body(backend):
+        engine = fc.FSDP([fc.Unit("a", {"w": np.zeros(9)})], backend, optimizer=fc.optim.SGD(0.1))
+        told = []
+        engine.on_step(dict.clear)
+        engine.on_step(told.append)
+        with engine.step() as step:
+            with step.forward("a"):
+                pass
+            with step.backward("a") as (_, grads):
+                grads["w"][:] = 1.0
+            step.update()
+        return told
+
+    assert run_on(WithoutWindow, body, world_size=1)[0][0]["step"] == 1

@@ -23,7 +23,7 @@ from fsdpcore.transports.zmq.keys import JobKeys
 from fsdpcore.transports.zmq.links import IO_THREADS, Links
 from fsdpcore.transports.zmq.monitors import InboundConnections
 from fsdpcore.transports.zmq.outlet import UNCOPIED, Flow, Outlet
-from fsdpcore.transports.zmq.poller import Poller, Waker, _PollSet
+from fsdpcore.transports.zmq.poller import AwaitedMessage, Poller, Waker, _PollSet
 from fsdpcore.transports.zmq.watch import neighbours
 from hypothesis import given
 from hypothesis import strategies as st
@@ -406,3 +406,34 @@ def test_ports(text: str, found: list[int]) -> None:
 def test_ports_that_make_no_sense(text: str) -> None:
     with pytest.raises(ConfigError, match="port must be 0, N or N-M"):
         options.ports(text)
+
+
+class Hasty(AwaitedMessage):
+    """Finishes right after somebody has looked whether it has, at that look."""
+
+    __slots__ = ("looks",)
+
+    @property
+    def finished(self) -> bool:
+        was = AwaitedMessage.finished.__get__(self)
+        if hasattr(self, "looks"):
+            self.looks -= 1
+            if not was and not self.looks:
+                self.finish()
+        return was
+
+    @finished.setter
+    def finished(self, value: bool) -> None:
+        AwaitedMessage.finished.__set__(self, value)
+
+
+@pytest.mark.parametrize("looks", [1, 2, 3])
+def test_what_finishes_between_two_looks_wakes_who_waits(looks: int) -> None:
+    polled = Poller(threading.RLock(), lambda: None, lambda error: None, "polls")
+    polled.start()
+    message = Hasty(polled)
+    message.looks = looks
+    begin = time.monotonic()
+    polled.wait(message, 10.0)
+    assert time.monotonic() - begin < 5.0
+    polled.stop()
