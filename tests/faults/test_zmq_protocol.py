@@ -468,3 +468,16 @@ def test_a_rank_whose_thread_ends_does_not_go_on_without_it(
         why = "the thread of rank 0 that looks after its links ended: .*out of descriptors"
         fails(pending, why, CommunicationError)
         assert "out of descriptors" in json.loads(rogue.read(FAIL)[48:])["reason"]
+
+
+def test_a_message_that_was_granted_and_given_up_counts_once_among_those() -> None:
+    with rogue_job() as (backend, rogue):
+        pending = backend.post_send(np.zeros(1 << 26, np.uint8), 1, Envelope(0, 0))
+        number = int.from_bytes(rogue.read(OFFER)[24:32], "little")
+        rogue.send(frame(GRANT, message=number))
+        rogue.read(5)
+        assert not pending.cancel()
+        for _ in range(6):
+            backend.post_send(np.zeros(1 << 19, np.uint8), 1, Envelope(0, 0))
+        ahead = [int.from_bytes(rogue.read(OFFER)[40:48], "little") for _ in range(6)]
+        assert ahead == 4 * [1 << 18] + 2 * [0]

@@ -9,6 +9,7 @@ import time
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -530,3 +531,26 @@ def _leaves(backend: fc.Backend) -> None:
     backend.barrier()
     if backend.rank != 7:
         backend.barrier(timeout=1e3)
+
+
+def test_who_has_come_and_left_while_it_was_looked_for_has_come() -> None:
+    size = 2
+    here = region.SharedRegion(np.zeros(region.nbytes(size), np.uint8), 0, size, None)
+    at = here._all[1][1]
+
+    def departed(rank: int) -> bool:
+        here.flags[at] = 1  # the last that it does
+        return True
+
+    missed = lambda rank: AssertionError(f"rank {rank} is missed")  # noqa: E731
+    context = SimpleNamespace(check=lambda: None, departed=departed, missed=missed)
+    if not here.arrived(at, 1, context):  # asked again, it has
+        assert here.arrived(at, 1, context)
+
+
+def test_a_step_is_told_behind_a_fence_that_all_else_is_ahead_of() -> None:
+    here = region.SharedRegion(np.zeros(region.nbytes(1), np.uint8), 0, 1, None)
+    at, seen = here.own[1], []
+    here.fence = lambda: seen.append((here.flags[at], here.flags[at + region.DIGEST]))
+    here.enter(99, None)
+    assert seen == [(0, 99), (1, 99)]
