@@ -209,7 +209,7 @@ class OuterStep:
     def _sends(self, outer: OuterUnit) -> int:
         ranks, rank = self.groups.world_size, self.groups.rank
         if outer.packing is not None:
-            return outer.packing.reduce_sends(rank) if ranks > 1 else 0
+            return outer.packing.reduce_sends(rank)
         own = split_sizes(outer.params.size, ranks)[rank]
         return (outer.params.size - own + own * (ranks - 1)) * outer.params.itemsize
 
