@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 from typing import Any
 
 import numpy as np
@@ -29,9 +30,8 @@ class BufferPool:
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
-        self._spare: list[Array] = []  # of bytes, the smallest first
-        self._used: dict[int, Array] = {}  # by the id of what was handed out
-        self._left: dict[int, tuple[str, Array]] = {}  # by the id of what is spare
+        self._spare: list[_Buffer] = []  # the smallest first
+        self._used: dict[int, _Buffer] = {}  # by the id of what was handed out
         self._most = 0
         self.live_bytes = 0
         self.spare_bytes = 0
@@ -40,17 +40,15 @@ class BufferPool:
     def take(self, size: int, dtype: np.dtype[Any]) -> Array:
         """Return a flat buffer of ``size`` elements, with any content."""
         nbytes = size * dtype.itemsize
-        memory = self._reuse(nbytes)
-        if memory is None:
-            memory = self._backend.empty((nbytes,), np.uint8)
-        flat = memory[:nbytes].view(dtype)
-        self._used[id(flat)] = memory
-        self.live_bytes += memory.nbytes
+        buffer = self._reuse(nbytes) or _Buffer(self._backend.empty((nbytes,), np.uint8))
+        flat = buffer.show(nbytes, dtype)
+        self._used[id(flat)] = buffer
+        self.live_bytes += buffer.nbytes
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
         self._most = max(self._most, self.live_bytes)
         return flat
 
-    def _reuse(self, nbytes: int) -> Array | None:
+    def _reuse(self, nbytes: int) -> _Buffer | None:
         """Take a spare buffer for ``nbytes``; None if one has to be allocated: there is room."""
         for number, spare in enumerate(self._spare):
             if spare.nbytes * _SNUG <= nbytes <= spare.nbytes:
@@ -59,32 +57,30 @@ class BufferPool:
             self._taken_out(-1)  # the largest
         return None
 
-    def _taken_out(self, number: int) -> Array:
-        memory = self._spare.pop(number)
-        self.spare_bytes -= memory.nbytes
-        self._left.pop(id(memory), None)
-        return memory
+    def _taken_out(self, number: int) -> _Buffer:
+        buffer = self._spare.pop(number)
+        self.spare_bytes -= buffer.nbytes
+        return buffer
 
-    def give(self, buffer: Array, content: str = "") -> None:
+    def give(self, flat: Array, content: str = "") -> None:
         """Take back what ``take`` has returned; it may be handed out again at once.
 
         Until it is, ``left_of`` finds it by its ``content``.
         """
-        memory = self._used.pop(id(buffer))
-        self.live_bytes -= memory.nbytes
-        self.spare_bytes += memory.nbytes
-        self._spare.append(memory)
-        self._spare.sort(key=_nbytes)
-        if content:
-            self._left[id(memory)] = content, buffer
+        buffer = self._used.pop(id(flat))
+        buffer.content = content
+        self.live_bytes -= buffer.nbytes
+        self.spare_bytes += buffer.nbytes
+        bisect.insort(self._spare, buffer, key=_nbytes)
 
     def left_of(self, content: str) -> Array | None:
         """Return a buffer that was given back with this content, if nobody has got it since."""
-        return next((buffer for what, buffer in self._left.values() if what == content), None)
+        return next((spare.flat for spare in self._spare if spare.content == content), None)
 
     def forget(self) -> None:
         """Find no content any more."""
-        self._left.clear()
+        for spare in self._spare:
+            spare.content = ""
 
     def reset_peak(self) -> None:
         """Begin a new measurement of the peak."""
@@ -93,9 +89,31 @@ class BufferPool:
     def clear(self) -> None:
         """Free what is not handed out."""
         self._spare.clear()
-        self._left.clear()
         self.spare_bytes = 0
 
 
-def _nbytes(array: Array) -> int:
-    return array.nbytes
+class _Buffer:
+    """Memory, and what was shown of it last.
+
+    Attributes:
+        flat: that is the same object again where the same is asked for: who communicates knows by
+            it what there is to know of an array.
+        content: what it was given back with.
+    """
+
+    __slots__ = ("_memory", "content", "flat", "nbytes")
+
+    def __init__(self, memory: Array) -> None:
+        self._memory = self.flat = memory
+        self.nbytes: int = memory.nbytes
+        self.content = ""
+
+    def show(self, nbytes: int, dtype: np.dtype[Any]) -> Array:
+        """Return so much of it."""
+        if self.flat.dtype != dtype or self.flat.nbytes != nbytes:
+            self.flat = self._memory[:nbytes].view(dtype)
+        return self.flat
+
+
+def _nbytes(buffer: _Buffer) -> int:
+    return buffer.nbytes
