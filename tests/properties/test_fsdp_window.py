@@ -82,11 +82,30 @@ def reads_while_a_peer_changes(backend, change, patience, changed):
     return passed, seen
 
 
-def reads_before_a_peer_has_written(backend, patience, read):
-    """Rank 1 would like to read what rank 0 is about to write."""
-    unit = engine_of(backend).units[0]
-    passed = None
+def alone(unit, other):
+    return unit.writing()
+
+
+@contextmanager
+def while_others_meet(unit, other):
     with unit.writing() as shard:
+        other.unshard()
+        other.reshard()
+        yield shard
+
+
+@contextmanager
+def before_others_meet_in_the_background(unit, other):
+    with unit.writing() as shard:
+        yield shard
+    other.unshard(async_op=True)
+
+
+def reads_before_a_peer_has_written(backend, writing, patience, read):
+    """Rank 1 would like to read what rank 0 is about to write."""
+    unit, other, *_ = engine_of(backend).units
+    passed = None
+    with writing(unit, other) as shard:
         if backend.rank == 0:
             passed = read.wait(patience)
         shard[:] = 1
@@ -116,8 +135,11 @@ def test_without_the_claim_a_reader_would_see_the_change(monkeypatch, change):
     assert seen[: seen.size // 2].any()
 
 
-def test_nobody_reads_before_all_have_written():
-    args = (IN_VAIN, threading.Event())
+@pytest.mark.parametrize(
+    "writing", [alone, while_others_meet, before_others_meet_in_the_background]
+)
+def test_nobody_reads_before_all_have_written(writing):
+    args = (writing, IN_VAIN, threading.Event())
     (passed, ours), (_, theirs) = run_on(
         WithWindow, reads_before_a_peer_has_written, world_size=2, args=args
     )
@@ -128,7 +150,7 @@ def test_nobody_reads_before_all_have_written():
 
 def test_without_a_collective_in_unshard_a_reader_would_come_too_early(monkeypatch):
     monkeypatch.setattr(SharedWindowStorage, "gather", lambda self, what, *, async_op: None)
-    args = (FOR_SURE, threading.Event())
+    args = (alone, FOR_SURE, threading.Event())
     (passed, _), (_, theirs) = run_on(
         WithWindow, reads_before_a_peer_has_written, world_size=2, args=args
     )
@@ -167,6 +189,24 @@ def test_a_training_step_needs_no_claim(monkeypatch):
 
     run_on(WithWindow, body, world_size=2)
     assert claims == [False] * 2 * 2 * 3  # ranks, steps, units
+
+
+def test_the_ranks_meet_once_in_a_step_for_all_units(monkeypatch):
+    met = []
+
+    def meet(ranks, *, label, async_op=False):
+        met.append(label)
+        return fc.barrier(ranks, label=label, async_op=async_op)
+
+    monkeypatch.setattr("fsdpcore.fsdp.units.window.barrier", meet)
+
+    def body(backend):
+        player = Player(backend, 0)
+        player.train(None)
+        player.train(None)
+
+    run_on(WithWindow, body, world_size=2)
+    assert met == ["forward of unit u0"] * 2 * 2  # ranks, steps
 
 
 # What a window changes, and what it does not.

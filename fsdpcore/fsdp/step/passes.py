@@ -197,7 +197,7 @@ class UnitPasses:
         upcoming = self._order.enter(phase, number, self._depth + depth)
         following = [self._units[number] for number in upcoming[: self._depth]]
         members = _members(unit)
-        for ahead in self._ahead or ():
+        for ahead in self._ahead:
             if ahead not in members and ahead not in following:
                 self.free(ahead)  # the guess was wrong
         times.mark(doing.waiting)
@@ -205,9 +205,10 @@ class UnitPasses:
             self._count(member)
             member.unshard(what=phase)
         times.mark(doing.moving)
-        self._ahead = [each for each in following if each.has_pending_prefetch]
-        self._fetch(following, phase)
-        for number in upcoming[len(following) : len(following) + depth]:
+        if following or self._ahead:
+            self._ahead = [each for each in following if each.has_pending_prefetch]
+            self._fetch(following, phase)
+        for number in upcoming[len(following) :]:
             if self._units[number].state is ParamState.SHARDED:
                 self._units[number].store.ahead(GATHERED)
 

@@ -319,11 +319,12 @@ class Step(GradientVerbs):
             self._end_backward(member)
         except BaseException:
             state.forwards[member.name] += 1  # it can be tried again
+            if state.active:
+                executor.release(member)
+                member.drop_local_gradients()
             raise
         finally:
             if state.leave(member):
-                executor.release(member)
-                member.drop_local_gradients()
                 executor.leave()
 
     def _look(self) -> None:

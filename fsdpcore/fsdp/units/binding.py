@@ -8,6 +8,7 @@ from fsdpcore.fsdp.sharding.process_groups import ProcessGroups
 from fsdpcore.fsdp.sharding.virtual_ranks import Leaves
 from fsdpcore.fsdp.units.buffer_pool import BufferPool
 from fsdpcore.fsdp.units.optimizers import Optimizers
+from fsdpcore.fsdp.units.window import Meetings
 from fsdpcore.fsdp.units.wire import Wire
 
 
@@ -24,6 +25,7 @@ class Binding:
         seed: of the initialisers.
         leaves: whose gradients are summed.
         wire: what travels quantised; None for nothing.
+        meetings: of the ranks, before they read what lies in their window.
         loads: by rank of a shard, what it has to do for parameters that it owns in updates.
     """
 
@@ -35,4 +37,5 @@ class Binding:
     seed: int
     leaves: Leaves
     wire: Wire | None
+    meetings: Meetings
     loads: list[int]

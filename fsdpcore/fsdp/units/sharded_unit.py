@@ -279,12 +279,11 @@ class ShardedUnit:
         if self._resharded:
             return
         self._resharded = not again
-        gathers, self._gathers = self._gathers, []
-        for work in gathers:
+        while self._gathers:
             # If it failed, the backend is broken and whatever comes next says so; raised here,
             # it would hide the error that led to this clean-up.
             with contextlib.suppress(Exception):
-                work.wait()
+                self._gathers.pop().wait()
         if self.state is not ParamState.SHARDED:
             self.store.end(GATHERED, written=self._filled)
         self.state = ParamState.SHARDED
@@ -364,6 +363,8 @@ class ShardedUnit:
             yield
         finally:
             self._in_writing = False
+            for part in parts:
+                part.storage.written()
             self.store.end(kinds, written=True)
 
     # Gradients.

@@ -15,18 +15,17 @@ finished writing, and that it writes what another still reads. Both follow from 
 shared memory no rank leaves one before all have entered it, which messages alone do not promise;
 and as the ranks compare what each collective is for, they enter the same one.
 
-1. *Reading* begins with a collective of no data, ``unshard``. A rank writes in state SHARDED only,
-   so whatever it has written was complete when it entered, and is visible to those who leave. As
-   long as there was no collective of the second kind since, nobody can have written, and reading
-   begins anew without one.
+1. *Reading* needs a collective since the unit was written last, a ``Meeting`` of the window. What
+   a rank had written was complete when it entered, and is visible to those who leave: what it had
+   written of any unit. So the first ``unshard`` after an update meets for all units.
 2. *Writing* needs a collective since the last ``unshard`` which every rank has entered with the
-   unit SHARDED, that is, with reading ended. After it nobody can have begun anew, because that
-   is a collective in which the writing rank would take part. The reduction of the unit's gradients
-   is such a collective if the unit was resharded before; whether it was is part of what
-   the ranks compare. So training, which ends a backward pass by ``reshard`` and then the reduction,
-   pays nothing for it. Where there was none (``exposed``), ``claim`` is one of its own. ``exposed``
-   changes by collectives alone, so it is the same on all ranks, and they agree on whether there
-   is a claim.
+   unit SHARDED, that is, with reading ended. To read anew before this rank writes, another one
+   would have called ``unshard`` in between. This rank makes the same calls, and takes note of it
+   (``exposed``). The reduction of the unit's gradients is such a collective if the unit was
+   resharded before; whether it was is part of what the ranks compare. So training, which ends a
+   backward pass by ``reshard`` and then the reduction, pays nothing for it. Where there was none,
+   ``claim`` is one of its own. Ranks that make other calls are found out before the update, as
+   they compare their passes.
 """
 
 from __future__ import annotations
@@ -148,6 +147,9 @@ class ParameterStorage(ABC):
     @abstractmethod
     def claim(self) -> None:
         """Have all ranks end reading before this one writes to ``own``; called by all of them."""
+
+    def written(self) -> None:  # noqa: B027 - most need not know
+        """Take note that writing to ``own`` has ended, after ``claim``."""
 
     def reduced(self) -> None:  # noqa: B027 - most need not know
         """Take note that all ranks entered the reduction of the gradients with the unit SHARDED."""

@@ -262,6 +262,8 @@ class SharedWindowStorage(ParameterStorage):
         shards = binding.groups.shards
         super().__init__(kind, shards, places, place_of(flat, places.layout, shards.rank))
         self.exposed = False
+        self._meetings = binding.meetings
+        self._written = 0  # how many of these had begun when it was written last
         self._flat = flat
         self._params = Params(flat, places)
 
@@ -270,14 +272,12 @@ class SharedWindowStorage(ParameterStorage):
         return self._flat
 
     def gather(self, what: str, *, async_op: bool) -> Work | None:
-        if self.exposed:  # nobody can have written since
-            return None
-        started: Work | None = None
-        if self._shards.world_size > 1:
-            label = f"{what} of unit {self.places.unit}"
-            started = barrier(self._shards, async_op=async_op, label=label)
         self.exposed = True
-        return started
+        meetings = self._meetings
+        if self._written == meetings.count:
+            label = f"{what} of unit {self.places.unit}"
+            meetings.meet(self._shards, label, async_op=async_op)
+        return meetings.last
 
     @property
     def params(self) -> Params:
@@ -290,6 +290,9 @@ class SharedWindowStorage(ParameterStorage):
         if self.exposed:
             barrier(self._shards, label=f"writing of unit {self.places.unit}")
             self.exposed = False
+
+    def written(self) -> None:
+        self._written = self._meetings.count
 
     def reduced(self) -> None:
         self.exposed = False

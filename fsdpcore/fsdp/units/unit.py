@@ -173,7 +173,8 @@ class Unit(UnitDeclaration):
     def unshard(self, *, async_op: bool = False) -> Work | None:
         """Gather the parameters of all ranks; does nothing if they are gathered already.
 
-        Where they are in a window, no data moves: the ranks wait until all have come here.
+        Where they are in a window, no data moves: the ranks wait once for each other after units
+        were written, whichever of them is gathered first.
         Parameters that are tied to others are gathered with the units that own them. A collective;
         blocks unless ``async_op``.
 

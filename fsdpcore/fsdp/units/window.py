@@ -9,10 +9,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from fsdpcore.collectives import barrier
 from fsdpcore.comm.backend import Backend
 from fsdpcore.core.buffers import CACHE_LINE, Array
 from fsdpcore.core.errors import UnsupportedError
 from fsdpcore.core.geometry.layout import FlatLayout
+from fsdpcore.core.work import Work
 
 _LOG = logging.getLogger("fsdpcore")
 
@@ -28,6 +30,25 @@ class ParameterWindow:
 
     flats: tuple[Array, ...]
     nbytes: int
+
+
+class Meetings:
+    """Collectives without data: who leaves one sees what all had written when they entered.
+
+    Attributes:
+        count: how many have begun; the same on all ranks.
+        last: the latest of them, where it was begun in the background.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.last: Work | None = None
+
+    def meet(self, ranks: Backend, label: str, *, async_op: bool) -> None:
+        """Begin another one; blocks until all have entered, unless ``async_op``."""
+        if ranks.world_size > 1:
+            self.last = barrier(ranks, async_op=async_op, label=label)
+        self.count += 1
 
 
 def open_window(layouts: Sequence[FlatLayout], backend: Backend) -> ParameterWindow | None:
