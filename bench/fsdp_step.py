@@ -39,7 +39,9 @@ def main(
     heads: Annotated[int, typer.Option(help="Of the GPT.")] = 2,
     context: Annotated[int, typer.Option(help="Bytes of a sequence.")] = 128,
     batch: Annotated[int, typer.Option(help="Sequences of all ranks together.")] = 32,
-    prefetch: Annotated[int, typer.Option(help="Units that ours gathers ahead.")] = 1,
+    prefetch: Annotated[
+        int | None, typer.Option(help="Units that ours gathers ahead; by default it chooses.")
+    ] = None,
     threads: options.Threads = 0,
     iterations: options.Iterations = 0,
     seconds: options.Seconds = 0.5,

@@ -45,14 +45,14 @@ class Exchange:
     Attributes:
         units: how many, each with one float32 parameter of ``rows`` x ``columns``.
         rows, columns: see there.
-        prefetch: units that our engine gathers ahead.
+        prefetch: units that our engine gathers ahead; None for as many as it chooses.
         setting: of the peer, one of ``SETTINGS``.
     """
 
     units: int = 26
     rows: int = 1024
     columns: int = 1024
-    prefetch: int = 1
+    prefetch: int | None = None
     setting: str = ""
 
     def __post_init__(self) -> None:
@@ -98,7 +98,7 @@ class Training:
     heads: int = 2
     context: int = 128
     batch: int = 32
-    prefetch: int = 1
+    prefetch: int | None = None
     setting: str = ""
     strategy: str = "full_shard"
     group: int = 0
@@ -142,8 +142,8 @@ class Training:
             )
 
 
-def _check_prefetch(prefetch: int) -> None:
-    if prefetch < 0:
+def _check_prefetch(prefetch: int | None) -> None:
+    if prefetch is not None and prefetch < 0:
         raise ArgumentError(f"--prefetch must not be negative, got {prefetch}")
 
 

@@ -36,8 +36,8 @@ class StepJob(CaseRunner):
         """Make ``count`` steps, which return their losses; this rank's, in nats."""
         return [float(self.step()) for _ in range(count)]
 
-    def split(self, count: int) -> list[float]:
-        """Make ``count`` steps; their seconds, and how many of these went into computing."""
+    def split(self) -> list[float]:
+        """Make a step; its seconds, those of computing, and of waiting in each pass of a unit."""
         raise NotImplementedError(f"{type(self).__name__} does not tell computing apart")
 
 

@@ -36,6 +36,7 @@ class Result:
         before: memory of each rank's process before it made its model, by contestant.
         trials: seconds of a step in the peer's fastest trial by setting, where these were tried.
         inside: per cent of our steps that are not in layers, loss and AdamW, one per round.
+        slower: per cent of them in which a rank waited for a slower one, likewise.
         moved: between memory and files in a step, by contestant that offloads.
         versions: of libraries, by contestant.
     """
@@ -46,6 +47,7 @@ class Result:
     before: Mapping[str, Sequence[Memory]]
     trials: Mapping[str, float]
     inside: Sequence[float]
+    slower: Sequence[float]
     moved: Mapping[str, Moved]
     versions: Mapping[str, Mapping[str, str]]
 
@@ -123,11 +125,14 @@ def table(result: Result) -> list[str]:
             f"between the fastest rounds {result.best_communication:.1f})"
         )
     if result.inside:
-        spread = Spread.of(result.inside)
-        found.append(
-            f"# outside of layers, loss and AdamW: {spread.median:.1f} % of our step "
-            f"({spread.lowest:.1f} to {spread.highest:.1f})"
-        )
+        for what, spread in (
+            ("outside of layers, loss and AdamW", Spread.of(result.inside)),
+            ("of that waiting for a slower rank", Spread.of(result.slower)),
+        ):
+            found.append(
+                f"# {what}: {spread.median:.1f} % of our step "
+                f"({spread.lowest:.1f} to {spread.highest:.1f})"
+            )
     for name, moved in result.moved.items():
         found.append(
             f"# {name}: {moved.held / MIB:.1f} MiB of each rank in a file; a step reads "
@@ -176,6 +181,7 @@ def _result(result: Result) -> dict[str, Any]:
         "communication_percent": None if beside is None else beside.share._asdict(),
         "best_communication_percent": result.best_communication,
         "outside_layers_percent": Spread.of(result.inside)._asdict() if result.inside else None,
+        "slower_rank_percent": Spread.of(result.slower)._asdict() if result.slower else None,
         "moved": {name: moved._asdict() for name, moved in result.moved.items()},
     }
 

@@ -151,16 +151,17 @@ def _measure(request: StepRun, case: Case) -> Result:
         rows = take_turns(entrants, plan, to_order(case))
         for name, count in wrong.items():
             rows[name].wrong = count
-        inside = []
+        inside: list[float] = []
+        slower: list[float] = []
         if isinstance(case, Training):
-            inside = _inside(entrants[0].team, case, rows[OURS].iterations, plan.rounds)
+            inside, slower = _inside(entrants[0].team, case, rows[OURS].iterations, plan.rounds)
         moved = {name: _moved(team, name, case) for name, team in entrants if name in OFFLOADS}
         before = {
             name: [Memory.read(answer) for answer in team.ask(name, "before")]
             for name, team in entrants
         }
         versions = versions_of(entrants)
-    return Result(case, request.ranks, rows, before, trials, inside, moved, versions)
+    return Result(case, request.ranks, rows, before, trials, inside, slower, moved, versions)
 
 
 def _starts(request: StepRun, case: Case) -> dict[str, Start]:
@@ -195,16 +196,28 @@ def _trials(request: StepRun, case: Case) -> dict[str, float]:
     return seconds
 
 
-def _inside(team: Team, case: Case, count: int, rounds: int) -> list[float]:
-    """Per cent of our steps that are not in layers, loss and AdamW: one value per round."""
+def _inside(team: Team, case: Case, count: int, rounds: int) -> tuple[list[float], list[float]]:
+    """What of our steps is not in layers, loss and AdamW, and what waits for a slower rank.
+
+    Who comes last to a collective waits for what that takes, all others for that rank besides.
+
+    Returns:
+        Per cent of a step for both, one value per round.
+    """
     team.ask(OURS, "prepare", case=to_order(case))
     run_seconds(team, OURS, 2, 1)
-    found = []
+    outside, slower = [], []
     for _ in range(rounds):
-        answers = team.ask(OURS, "split", count=count)
-        found.append(mean(100 * (whole - computing) / whole for whole, computing in answers))
+        whole = computing = lost = 0.0
+        for _ in range(count):
+            seconds, computed, *waits = zip(*team.ask(OURS, "split"), strict=True)
+            whole += sum(seconds)
+            computing += sum(computed)
+            lost += sum(sum(ranks) - len(ranks) * min(ranks) for ranks in waits)
+        outside.append(100 * (whole - computing) / whole)
+        slower.append(100 * lost / whole)
     team.ask(OURS, "release")
-    return found
+    return outside, slower
 
 
 def _moved(team: Team, name: str, case: Case) -> Moved:

@@ -143,11 +143,12 @@ class OurTraining(EngineJob):
             self._outer.step()
         return sum(losses) / len(losses)
 
-    def split(self, count: int) -> list[float]:
-        """Make steps; their seconds, and those inside layers, loss and AdamW."""
+    def split(self) -> list[float]:
         before = self._computed()
-        seconds = self._steps(count)
-        return [seconds, self._computed() - before]
+        seconds = self._steps(1)
+        times = self._engine.report().times
+        assert times is not None, "a step was made"
+        return [seconds, self._computed() - before, *(row.waiting for row in times.rows)]
 
     def planned(self, count: int) -> list[float]:
         """Make steps; the peak in bytes and the seconds of one, each by its plan and measured.
