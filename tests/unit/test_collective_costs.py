@@ -235,7 +235,7 @@ def _set_bits(end: int) -> int:
 
 # In memory: the steps, what the busiest rank copies as p-th parts of n, and what it reduces.
 IN_MEMORY = {
-    "all_reduce": lambda p: (2, 2 * p - 1, p) if p > 2 else (1, p, 2 * p),
+    "all_reduce": lambda p: (2, 2 * p - 1, p),
     "reduce": lambda p: (2, 2 * p - 1, p) if p > 2 else (1, p, 2 * p),
     "reduce_scatter": lambda p: (1, p - 1, p),
     "scan": lambda p: (2, 2 * p - 1, _set_bits(p)),

@@ -7,7 +7,8 @@ scatter and all_to_all, per rank for the others), no messages are sent, and each
 ==============  ====================  ====================================================
 collective      published             staged
 ==============  ====================  ====================================================
-all_reduce      ((p - 1) / p) n       (2 (p - 1) / p + 1 / p) n; n of two ranks
+all_reduce      ((p - 1) / p) n       (2 (p - 1) / p + 1 / p) n; n of two ranks,
+                                      where a staging buffer has room for 2 n
 reduce          0                     ((p - 1) / p) n, the root n more; of two ranks
                                       n, not on the root
 reduce_scatter  0                     ((p - 1) / p) n
@@ -19,9 +20,10 @@ scatter         n / p                 ((p - 1) / p) n in on the root, n / p out
 all_to_all      n                     ((p - 1) / p) n in, n out
 ==============  ====================  ====================================================
 
-Reductions reduce n/p from p arrays, in the canonical order; where two ranks stage, each reduces n.
-Scans combine n/p as often as there are bits set in the numbers below p, or p - 1: p lg p / 2 times
-where p is a power of two. What "staged" tells is computed from the movement: see ``cost``.
+Reductions reduce n/p from p arrays, in the canonical order; where two ranks stage n, each of them
+reduces n. Scans combine n/p as often as there are bits set in the numbers below p, or p - 1: p lg p
+/ 2 times where p is a power of two. What "staged" tells is computed from the movement: see
+``cost``.
 """
 
 from __future__ import annotations

@@ -113,8 +113,10 @@ class RankSchedule:
                 those are cut. An array that is not cut is as long as its rank's chunk of the other.
             arriving: of the outputs, where both are cut.
         """
-        every = exchange(movement, size, root)
-        self._program, self._rank = program(movement, size, rank, root), rank
+        at_once = 2 * count * itemsize <= staging_bytes(size)  # and of the next one
+        every = exchange(movement, size, root, at_once=at_once)
+        self._program = program(movement, size, rank, root, at_once=at_once)
+        self._rank = rank
         self._slots = every.slots
         self._chunks = chunks = _Chunks(every, size, count, bounds, arriving)
         self.publishers = every.publishers

@@ -194,8 +194,9 @@ class ThreadRegion(SharedRegion):
         slice_seconds = _SLICE * max(1.0, self._size / _SLICE_RANKS)
         while meeting.complete != step:
             # No longer than the call may take, but not for no time at all when that has passed.
-            alarm.acquire(timeout=min(slice_seconds, max(_SLICE, context.remaining())))
-            if meeting.complete != step:
+            woken = alarm.acquire(timeout=min(slice_seconds, max(_SLICE, context.remaining())))
+            # Who was awake when it was woken for the last step is woken once more, for nothing.
+            if meeting.complete != step and (meeting.left or not woken):
                 self._look_for_others(step, context)
 
     def _look_for_others(self, step: int, context: CollectiveContext) -> None:
