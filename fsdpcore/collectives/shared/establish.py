@@ -54,8 +54,10 @@ def establish(context: CollectiveContext, backend: Backend) -> SharedRegion | No
         region = sharing.region(memory, context.rank, context.size)
         assert isinstance(region, SharedRegion), "what all transports give"
         here = backend.hosts[backend.rank]
-        if backend.root.hosts.count(here) > cores:  # whom this rank waits for may need its core
-            region.looks = 0
+        if backend.root.hosts.count(here) > cores:
+            # Whom this rank waits for may need its core. What a core's other ranks have written is
+            # in its cache: calls that take turns would fill that.
+            region.looks, region.turns = 0, 1
         return region
     if votes.argmin() == context.rank:  # one rank speaks for all
         _report(backend, sharing, why)

@@ -95,6 +95,7 @@ class BoundMovement:
             count,
             tuple(layout.bounds),
             tuple(layout.arriving),
+            region.turns,
         )
         self._nbytes = todo.largest_input * dtype.itemsize
         self._needed = todo.publishers.get(context.rank, set())

@@ -47,6 +47,7 @@ _FLAG = 64  # bytes: a cache line, so that ranks do not disturb each other
 # How long to wait for a rank: looks at its flag, then looks with the core given away in between
 # (about 2 ms), then sleeps.
 _LOOKS = 50
+_TURNS = 16  # each has steps of its own, which are kept
 _YIELDS = 2000
 _LOOKS_BETWEEN_CHECKS = 100
 _LONGEST_SLEEP = 1e-3
@@ -152,6 +153,7 @@ class SharedRegion:
         moves: collectives move arrays through it; if not, the ranks meet in it, and send messages.
         movements: those of the group's calls, prepared; see ``interpreter``.
         looks: how often a rank looks for another one's flag before it gives its core away.
+        turns: how many calls use different places of a staging buffer, at most.
         staging_bytes: of one staging buffer.
         moved: bytes of its arrays that a rank has read or written in a step, where that counts.
     """
@@ -171,7 +173,7 @@ class SharedRegion:
         self.staging_bytes = staging_bytes(size)
         self._staging = memory[flags : nbytes(size)].reshape(2, size, self.staging_bytes)
         self._size, self._peers = size, peers
-        self.looks = _LOOKS
+        self.looks, self.turns = _LOOKS, _TURNS
         self.fence = None if platform.machine().lower() in _ORDERED else _Fence()
         self._all = at = _places_of_flags(size)
         self.own = [ranks[rank] for ranks in at]

@@ -17,7 +17,6 @@ from fsdpcore.collectives.shared.region import staging_bytes
 from fsdpcore.core.buffers import bounds_of, split_sizes
 
 _LINE = 64  # bytes; slots of a staging buffer begin at multiples of it
-_TURNS = 16  # at most: each has steps of its own, which are kept
 
 # All of an array is written to faster than a slice that is as long.
 Place = slice | EllipsisType
@@ -100,6 +99,7 @@ class RankSchedule:
         count: int,
         bounds: tuple[int, ...],
         arriving: tuple[int, ...],
+        turns: int,
     ) -> None:
         """Find out what ``rank``, one of ``size``, does.
 
@@ -112,6 +112,7 @@ class RankSchedule:
             bounds: where the chunks of the inputs begin, and the end; or of the outputs, where only
                 those are cut. An array that is not cut is as long as its rank's chunk of the other.
             arriving: of the outputs, where both are cut.
+            turns: at most.
         """
         at_once = 2 * count * itemsize <= staging_bytes(size)  # and of the next one
         every = exchange(movement, size, root, at_once=at_once)
@@ -129,7 +130,7 @@ class RankSchedule:
         # Where ranks only know what themselves exchange, that does not tell them a width.
         self.width = room if arriving else min(room, wanted)
         self.turn_size = self.width * every.slots_each
-        self.turns = min(_TURNS, room // self.width)
+        self.turns = min(turns, room // self.width)
 
     @cached_property
     def own(self) -> list[OutputCopy]:
