@@ -21,7 +21,6 @@ from fsdpcore.diagnostics import live
 
 Answer = Mapping[str, Any]
 
-_SILENT_SECONDS = 3.0
 _SLOW = 1.05
 _NONE = "no job of this user answers on this host; ranks answer at the passes of an engine's steps"
 _HEADER = (
@@ -98,7 +97,7 @@ def _table(ranks: Sequence[Answer]) -> Table:
         table.add_column(name, justify="left" if name == "now" else "right", overflow="fold")
     slow = slowest(ranks)
     for answer in ranks:
-        silent = time.time() - answer["written"] > _SILENT_SECONDS
+        silent = time.time() - answer["written"] > live.SILENT_SECONDS
         style = "red" if silent else "yellow" if answer is slow else ""
         table.add_row(*map(Text, _row(answer)), style=style)
     return table
@@ -131,9 +130,9 @@ def summary(ranks: Sequence[Answer]) -> list[str]:
             f"without waiting, the others {text.duration(others)}"
         )
     now = time.time()
-    silent = [rank["rank"] for rank in ranks if now - rank["written"] > _SILENT_SECONDS]
+    silent = [rank["rank"] for rank in ranks if now - rank["written"] > live.SILENT_SECONDS]
     if silent:
-        lines.append(f"{text.name_ranks(silent)}: silent for {_SILENT_SECONDS:g} s and more")
+        lines.append(f"{text.name_ranks(silent)}: silent for {live.SILENT_SECONDS:g} s and more")
     return lines
 
 

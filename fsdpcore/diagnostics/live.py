@@ -24,6 +24,9 @@ from fsdpcore.core.errors import ArgumentError
 FORMAT = "fsdpcore-live"
 VERSION = 1
 
+SILENT_SECONDS = 3.0
+"""Of a rank that has answered: so long after its last answer it counts as silent."""
+
 _ASKED = "asked"
 _FRESH_SECONDS = 5.0
 _MOST_BYTES = 1 << 16
@@ -107,6 +110,8 @@ def _touch(place: int) -> None:
 def read(since: float) -> list[dict[str, Any]]:
     """Return what ranks have answered since a moment of wall-clock time, by job and rank.
 
+    Who has said nothing for a while is left out if its process has ended.
+
     Raises:
         ArgumentError: as of ``ask``.
     """
@@ -143,8 +148,24 @@ def _read(place: int, name: str, since: float) -> Iterator[dict[str, Any]]:
             os.close(file)
         if content.get("format") != FORMAT or content.get("version") != VERSION:
             return
-        if content["written"] >= since:
+        if content["written"] >= since and not _ended(content):
             yield content
+
+
+def _ended(answer: Mapping[str, Any]) -> bool:
+    """Whether a rank says nothing any more because its process is no more.
+
+    A process of another container that answers is not known here by its number.
+    """
+    if time.time() - answer["written"] < SILENT_SECONDS or "pid" not in answer:
+        return False
+    try:
+        os.kill(answer["pid"], 0)
+    except ProcessLookupError:
+        return True
+    except PermissionError:
+        return False
+    return False
 
 
 @contextlib.contextmanager

@@ -271,9 +271,11 @@ class FSDP(StateVerbs):
 
         Raises:
             ArgumentError: it cannot be called.
+            StateError: the engine has ended.
         """
         if not callable(callback):
             raise ArgumentError(f"on_step takes a function, got {type(callback).__name__}")
+        self._model.status.check_held("on_step()")
         self._figures.callbacks.append(callback)
 
     @property

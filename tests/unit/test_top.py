@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import os
+import subprocess
+import sys
 import threading
 import time
 
@@ -24,7 +26,7 @@ def engine_of(backend):
     return fc.FSDP(units, backend, optimizer=fc.optim.SGD(lr=0.1), window=False)
 
 
-def make_step(engine, *, seconds=0.0, **options):
+def make_step(engine, *, seconds=0.0, clip_first=False, **options):
     with engine.step(**options) as step:
         for name in ("a", "b"):
             with step.forward(name):
@@ -32,7 +34,9 @@ def make_step(engine, *, seconds=0.0, **options):
         for name in ("b", "a"):
             with step.backward(name) as (_, grads):
                 grads["w"][:] = 3.0
-        step.update(clip=1e9)
+        if clip_first:
+            step.clip_grad_norm(1.0)
+        step.update(clip=None if clip_first else 1e9)
 
 
 # Callbacks.
@@ -53,10 +57,15 @@ def test_callbacks_get_the_figures_of_each_training_step():
             with step.backward("a") as (_, grads):
                 grads["w"][:] = np.inf
             step.update(skip_nonfinite=True)
-        return told, engine.report().measured.peak_bytes, backend.world_size
+        peak = engine.report().measured.peak_bytes
+        make_step(engine, clip_first=True)
+        engine.close()
+        with pytest.raises(fc.StateError, match="on_step\\(\\) of an engine that was closed"):
+            engine.on_step(print)
+        return told, peak, backend.world_size
 
     for told, peak, size in run_on(WithoutWindow, body, world_size=2):
-        first, second = told
+        first, second, third = told
         assert first["step"] == 1
         assert first["tokens"] == 50
         assert first["skipped"] == 0
@@ -70,6 +79,7 @@ def test_callbacks_get_the_figures_of_each_training_step():
         assert second["memory_bytes"] == peak
         assert "tokens" not in second
         assert "grad_norm" not in second
+        assert third["grad_norm"] == first["grad_norm"]
 
 
 def test_what_a_callback_raises_is_raised_after_the_step():
@@ -259,6 +269,18 @@ def test_a_rank_that_says_nothing_any_more_is_named():
     ranks = [{**answer(rank), "written": now - silent} for rank, silent in enumerate((0, 9))]
     assert summary(ranks)[-1] == "rank 1: silent for 3 s and more"
     assert len(summary(ranks[:1])) == 1
+
+
+def test_who_has_ended_is_not_shown_for_long(place, monkeypatch):
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    live.ask()
+    for rank, pid in enumerate((os.getpid(), ended.pid)):
+        live.Answers("job", rank).give({"rank": rank, "pid": pid})
+    assert [each["rank"] for each in live.read(0.0)] == [0, 1]
+    now = time.time() + 1.1 * live.SILENT_SECONDS
+    monkeypatch.setattr(time, "time", lambda: now)
+    assert [each["rank"] for each in live.read(0.0)] == [0]
 
 
 def test_ranks_do_not_answer_to_who_has_died(place):

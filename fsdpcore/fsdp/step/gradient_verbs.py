@@ -90,9 +90,11 @@ class GradientVerbs:
         norm_type = as_positive(norm_type, "norm_type", infinite=True)
         self._check_gradients(f"{what}()")
         with self._callers_time_after():
-            return gradient_norm(
+            norm = gradient_norm(
                 self._executor, self.divisor, self._clipping, norm_type, limit=limit, what=what
             )
+        self._found_norm = norm
+        return norm
 
     @contextmanager
     def _callers_time_after(self) -> Iterator[None]:
@@ -209,7 +211,8 @@ class GradientVerbs:
                 lr=lr,
                 skip=bool(skip_nonfinite),
             )
-        self._found_norm = norm
+        if norm is not None:
+            self._found_norm = norm
         return norm
 
     def nonfinite(self) -> dict[str, tuple[int, ...]]:
