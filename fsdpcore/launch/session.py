@@ -6,15 +6,19 @@ value. This is imported where there is such a session, since most programs need 
 
 from __future__ import annotations
 
+import functools
 import io
 import linecache
 import pickle
+import sys
 from collections.abc import Callable, Mapping
-from types import CodeType
+from types import CodeType, ModuleType
 from typing import Any
 
 import cloudpickle
 from cloudpickle import cloudpickle as tracking
+
+_Cached = type(functools.cache(abs))
 
 
 def dumps(value: Any) -> bytes:
@@ -36,10 +40,14 @@ class SessionClasses:
 
     By itself cloudpickle would send their definitions back. Loading these would set all methods
     and attributes of the session's own classes anew, to copies that see copies of its globals.
+
+    They are in the rank's main module, too, so that ranks can send each other objects of them.
     """
 
     def __init__(self) -> None:
         self._ids = dict(tracking._DYNAMIC_CLASS_TRACKER_BY_CLASS)
+        main = sys.modules["__main__"] = ModuleType("__main__")
+        vars(main).update({c.__qualname__: c for c in self._ids if c.__module__ == "__main__"})
 
     def dumps(self, result: Any) -> bytes:
         """Pickle a result for the session."""
@@ -63,11 +71,17 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         if isinstance(obj, CodeType):  # whose file cloudpickle leaves out
             make, parts = self.dispatch_table[CodeType](obj)
             return _code_of_file, (make, parts, obj.co_filename)
+        if isinstance(obj, _Cached) and obj.__module__ == "__main__":
+            return _cached, (obj.__wrapped__, obj.cache_parameters())
         return super().reducer_override(obj)
 
 
 def _class_of_session(identity: str) -> Any:
     return tracking._DYNAMIC_CLASS_TRACKER_BY_ID[identity]
+
+
+def _cached(function: Callable[..., Any], options: dict[str, Any]) -> Any:
+    return functools.lru_cache(**options)(function)
 
 
 def _code_of_file(make: Callable[..., CodeType], parts: tuple[Any, ...], file: str) -> CodeType:

@@ -71,7 +71,7 @@ if __name__ == "__main__":
 
 
 SESSION = """
-import sys, fsdpcore as fc
+import functools, sys, fsdpcore as fc
 
 class Pair:
     made = 0
@@ -85,10 +85,17 @@ class Pair:
 def word():
     return "before"
 
+@functools.lru_cache(maxsize=9)
+def fib(n):
+    return n if n < 2 else fib(n - 1) + fib(n - 2)
+
 def program(extra):
     def main(backend, pair):
         Pair.made += 1
         assert type(pair) is Pair and pair.told() == "before"
+        told = fc.all_gather_object(Pair(fib(20), backend.rank), backend, pickle=True)
+        assert [(type(p), p.left, p.right) for p in told] == [(Pair, 6765, 0), (Pair, 6765, 1)]
+        assert fib.cache_info()[1:] == (21, 9, 9)
         return Pair(pair.left, extra + backend.rank), Pair, lambda: extra + Pair.made
     return main
 
