@@ -555,11 +555,3 @@ def test_who_has_come_and_left_while_it_was_looked_for_has_come() -> None:
     context = SimpleNamespace(check=lambda: None, departed=departed, missed=missed)
     if not here.arrived(at, 1, context):  # asked again, it has
         assert here.arrived(at, 1, context)
-
-
-def test_a_step_is_told_behind_a_fence_that_all_else_is_ahead_of() -> None:
-    here = region.SharedRegion(np.zeros(region.nbytes(1), np.uint8), 0, 1, None)
-    at, seen = here.own[1], []
-    here.fence = lambda: seen.append((here.flags[at], here.flags[at + region.DIGEST]))
-    here.enter(99, None)
-    assert seen == [(0, 99), (1, 99)]

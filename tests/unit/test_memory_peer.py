@@ -6,7 +6,6 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from fsdpcore.transports.memory import peer
 from fsdpcore.transports.memory.shared import SharedMemory, memory_sharing
 
 from fsdpcore.core.buffers import Bytes
@@ -108,17 +107,3 @@ def test_introductions_that_are_none(memory: SharedMemory) -> None:
         memory.memory_peer(bytes(16))
     with pytest.raises(OSError, match="shm=off"):
         memory_sharing("off").memory_peer(memory.introduce())
-
-
-def test_the_number_of_a_loan_is_there_before_it_counts(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    memory, other = SharedMemory(), SharedMemory()
-    memory_peer = other.memory_peer(memory.introduce())
-    seen = []
-    monkeypatch.setattr(peer, "_fence", lambda: seen.append(memory_peer._words[:3].tolist()))
-    memory.revoke(7)
-    memory.revoke(8)
-    assert [words[1 : words[0] + 1] for words in seen] == [[], [7], [7], [7, 8]]
-    memory.close()
-    other.close()

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import errno
 import mmap
-import threading
-from typing import Protocol
+from typing import Any, Protocol
 
 from fsdpcore.core.buffers import Bytes
 from fsdpcore.core.errors import ProtocolError
+from fsdpcore.core.fence import fence
 
 from .segment import MappedSegment, process_of
 
@@ -22,15 +22,36 @@ _WORDS = HOME_BYTES // 8
 _LACKS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EACCES, errno.EPERM)
 
 
-def revoke(home: mmap.mmap, loan: int) -> None:
-    """Note a loan as revoked; for one thread at a time."""
-    words = memoryview(home).cast("Q")
-    count = words[0]
+class Words(Protocol):
+    """Words of 8 bytes, as of a ``memoryview``."""
+
+    def __getitem__(self, at: int, /) -> int: ...
+    def __setitem__(self, at: int, value: int, /) -> None: ...
+
+
+def home_words(memory: Any) -> Words:
+    """Return the words of the first segment of a process."""
+    return memoryview(memory)[:HOME_BYTES].cast("Q")
+
+
+def revoke(home: Words, loan: int) -> None:
+    """Note a loan as revoked, before it changes; for one thread at a time.
+
+    The change is behind a fence that all this is ahead of. So who has read it, and passes a fence
+    of its own, sees all this (rules 3 and 2 of ``core.fence``).
+    """
+    count = home[0]
     if count + 1 < _WORDS:
-        words[count + 1] = loan
-        _fence()
-    words[0] = min(count + 1, _WORDS)
-    _fence()
+        home[count + 1] = loan
+    home[0] = min(count + 1, _WORDS)
+    fence()
+
+
+def is_revoked(home: Words, loan: int) -> bool:
+    """Whether a loan may have changed before this call; to be asked after reading it."""
+    fence()
+    count = home[0]
+    return count >= _WORDS or any(home[at] == loan for at in range(1, count + 1))
 
 
 class SegmentTable(Protocol):
@@ -54,7 +75,7 @@ class MemoryPeer:
 
     def __init__(self, memory: SegmentTable, home: MappedSegment, drawn: int) -> None:
         self._memory, self._home, self._drawn = memory, home, drawn
-        self._words = memoryview(home.memory)[:HOME_BYTES].cast("Q")
+        self._words = home_words(home.memory)
         self._seen: dict[int, Bytes] = {}
 
     def bytes(self, number: int, offset: int, nbytes: int) -> Bytes:
@@ -95,15 +116,4 @@ class MemoryPeer:
 
         To be asked after reading it, and before using what was read.
         """
-        _fence()
-        count = self._words[0]
-        _fence()  # the list was written before the count
-        return count > 0 and (count >= _WORDS or loan in self._words[1 : count + 1].tolist())
-
-
-def _fence() -> None:
-    """Let no store or load of this thread pass a call; see ``collectives/shared`` for why."""
-    lock = threading.Lock()
-    for _ in range(2):
-        lock.acquire()
-        lock.release()
+        return is_revoked(self._words, loan)

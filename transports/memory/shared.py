@@ -24,7 +24,7 @@ from fsdpcore.collectives.shared.region import SharedRegion
 from fsdpcore.core.buffers import Array, Bytes
 from fsdpcore.core.errors import ProtocolError
 
-from .peer import HOME_BYTES, MemoryPeer, revoke
+from .peer import HOME_BYTES, MemoryPeer, home_words, revoke
 from .pool import Pool
 from .segment import MARK, MappedSegment, address_of, descriptor_of, number_of, process_of
 
@@ -127,7 +127,7 @@ class SharedMemory:
         """
         with self._lock:
             if self._home is not None:  # else nothing was lent
-                revoke(self._home.memory, loan)
+                revoke(home_words(self._home.memory), loan)
 
     # Segments.
 

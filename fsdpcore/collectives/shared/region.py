@@ -18,10 +18,9 @@ nobody reads the buffer any more. The same holds for the flags. An array that wa
 use until the others have entered the *next* step: who publishes takes one more step, and only
 then changes or returns it.
 
-A flag must not become visible before what was written ahead of it. On x86-64 stores become visible
-in program order. Elsewhere, as on ARM, a rank locks and unlocks a mutex twice in between, which no
-store or load passes: those ahead of it do not pass the first unlocking, those behind it not the
-second locking, and on ARM these two do not pass each other.
+A flag must not be seen before what was written ahead of it, nor that be read before the flag. On
+x86-64 stores are seen, and loads made, in program order. Elsewhere, as on ARM, a rank passes a
+``fence`` in both places; ``enter`` has the proof.
 """
 
 from __future__ import annotations
@@ -29,7 +28,6 @@ from __future__ import annotations
 import functools
 import os
 import platform
-import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable
@@ -42,6 +40,7 @@ from fsdpcore.collectives.movements import INPUT
 from fsdpcore.comm.sharing import MemorySharing
 from fsdpcore.core.buffers import Array, Bytes
 from fsdpcore.core.errors import CommunicationError
+from fsdpcore.core.fence import fence
 
 _FLAG = 64  # bytes: a cache line, so that ranks do not disturb each other
 # How long to wait for a rank: looks at its flag, then looks with the core given away in between
@@ -87,18 +86,6 @@ class Enter(Protocol):
             MismatchError: another rank is in another collective.
             The errors of ``context.check``.
         """
-
-
-class _Fence:
-    """Lets no store or load of this thread pass a call of it."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-
-    def __call__(self) -> None:
-        for _ in range(2):
-            self._lock.acquire()
-            self._lock.release()
 
 
 @functools.lru_cache(maxsize=64)
@@ -174,7 +161,7 @@ class SharedRegion:
         self._staging = memory[flags : nbytes(size)].reshape(2, size, self.staging_bytes)
         self._size, self._peers = size, peers
         self.looks, self.turns = _LOOKS, _TURNS
-        self.fence = None if platform.machine().lower() in _ORDERED else _Fence()
+        self.fence = None if platform.machine().lower() in _ORDERED else fence
         self._all = at = _places_of_flags(size)
         self.own = [ranks[rank] for ranks in at]
         self._rank = rank
@@ -212,6 +199,16 @@ class SharedRegion:
     @functools.cached_property
     def enter(self) -> Enter:
         """Enters the next step, and waits until all ranks have: here, and nowhere else.
+
+        What a rank reads in step s is what the others have written for it, by the four rules of
+        ``core.fence``:
+
+        - *Nothing older*. A rank writes, passes its first fence, and lets its flag show s. This
+          rank sees that and passes its second fence, which comes later (3). So it sees all that was
+          written ahead of the flag (2), the digest too.
+        - *Nothing newer*. In the same places, and flags, a rank writes again for step s + 2. It has
+          seen this rank's flag show s + 1 by then, and passed its second fence of that step. This
+          rank has read ahead of its first fence of that step, which came earlier (3, 4).
 
         A closure, since the shortest calls take hardly longer than to look up what it uses.
         """
