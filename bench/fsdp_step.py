@@ -2,7 +2,7 @@
 
     python bench/fsdp_step.py                                      # ours, 2 ranks over zmq
     python bench/fsdp_step.py --against fsdp2 --json step.json     # beside PyTorch FSDP2 on Gloo
-    python bench/fsdp_step.py --against no-prefetch                # beside ours, with no background
+    python bench/fsdp_step.py --prefetch 1 --against no-prefetch   # beside ours, with no background
     python bench/fsdp_step.py --against offload --dir /scratch     # beside ours, in files on a disk
 
 bench/README.md says what is measured, and how.

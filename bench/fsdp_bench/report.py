@@ -35,8 +35,8 @@ class Result:
         rows: by contestant, ours first.
         before: memory of each rank's process before it made its model, by contestant.
         trials: seconds of a step in the peer's fastest trial by setting, where these were tried.
-        inside: per cent of our steps that are not in layers, loss and AdamW, one per round.
-        slower: per cent of them in which a rank waited for a slower one, likewise.
+        outside: per cent of our steps that are not in layers, loss and AdamW, one per round.
+        slower: per cent of them in which a rank waited for a slower one, at the least; likewise.
         moved: between memory and files in a step, by contestant that offloads.
         versions: of libraries, by contestant.
     """
@@ -46,7 +46,7 @@ class Result:
     rows: Mapping[str, Measurement]
     before: Mapping[str, Sequence[Memory]]
     trials: Mapping[str, float]
-    inside: Sequence[float]
+    outside: Sequence[float]
     slower: Sequence[float]
     moved: Mapping[str, Moved]
     versions: Mapping[str, Mapping[str, str]]
@@ -124,10 +124,10 @@ def table(result: Result) -> list[str]:
             f"({share.lowest:.1f} to {share.highest:.1f}; "
             f"between the fastest rounds {result.best_communication:.1f})"
         )
-    if result.inside:
+    if result.outside:
         for what, spread in (
-            ("outside of layers, loss and AdamW", Spread.of(result.inside)),
-            ("of that waiting for a slower rank", Spread.of(result.slower)),
+            ("outside of layers, loss and AdamW", Spread.of(result.outside)),
+            ("waiting for a slower rank, a part of that", Spread.of(result.slower)),
         ):
             found.append(
                 f"# {what}: {spread.median:.1f} % of our step "
@@ -180,7 +180,7 @@ def _result(result: Result) -> dict[str, Any]:
         "ratios": record.ratios(result.rows),
         "communication_percent": None if beside is None else beside.share._asdict(),
         "best_communication_percent": result.best_communication,
-        "outside_layers_percent": Spread.of(result.inside)._asdict() if result.inside else None,
+        "outside_layers_percent": Spread.of(result.outside)._asdict() if result.outside else None,
         "slower_rank_percent": Spread.of(result.slower)._asdict() if result.slower else None,
         "moved": {name: moved._asdict() for name, moved in result.moved.items()},
     }

@@ -151,17 +151,17 @@ def _measure(request: StepRun, case: Case) -> Result:
         rows = take_turns(entrants, plan, to_order(case))
         for name, count in wrong.items():
             rows[name].wrong = count
-        inside: list[float] = []
+        outside: list[float] = []
         slower: list[float] = []
         if isinstance(case, Training):
-            inside, slower = _inside(entrants[0].team, case, rows[OURS].iterations, plan.rounds)
+            outside, slower = _outside(entrants[0].team, case, rows[OURS].iterations, plan.rounds)
         moved = {name: _moved(team, name, case) for name, team in entrants if name in OFFLOADS}
         before = {
             name: [Memory.read(answer) for answer in team.ask(name, "before")]
             for name, team in entrants
         }
         versions = versions_of(entrants)
-    return Result(case, request.ranks, rows, before, trials, inside, slower, moved, versions)
+    return Result(case, request.ranks, rows, before, trials, outside, slower, moved, versions)
 
 
 def _starts(request: StepRun, case: Case) -> dict[str, Start]:
@@ -196,10 +196,11 @@ def _trials(request: StepRun, case: Case) -> dict[str, float]:
     return seconds
 
 
-def _inside(team: Team, case: Case, count: int, rounds: int) -> tuple[list[float], list[float]]:
+def _outside(team: Team, case: Case, count: int, rounds: int) -> tuple[list[float], list[float]]:
     """What of our steps is not in layers, loss and AdamW, and what waits for a slower rank.
 
-    Who comes last to a collective waits for what that takes, all others for that rank besides.
+    The shortest wait of any rank in a pass of a unit counts as the exchange, what others wait
+    beyond it as waiting for a slower rank.
 
     Returns:
         Per cent of a step for both, one value per round.

@@ -25,7 +25,7 @@ FORMAT = "fsdpcore-live"
 VERSION = 1
 
 SILENT_SECONDS = 3.0
-"""Of a rank that has answered: so long after its last answer it counts as silent."""
+"""A rank that has not answered for so long counts as silent."""
 
 _ASKED = "asked"
 _FRESH_SECONDS = 5.0
@@ -66,6 +66,7 @@ class Answers:
     def give(self, content: Mapping[str, Any]) -> None:
         """Write an answer in the place of the one before; never raises, for nobody waits for it."""
         told = {"format": FORMAT, "version": VERSION, "job": self._job, "written": time.time()}
+        told.update(pid=os.getpid(), pids=_pids())
         data = json.dumps({**told, **content}).encode()
         with contextlib.suppress(OSError), _entered(self._folder) as place:
             part = f".{self._name}"
@@ -153,19 +154,23 @@ def _read(place: int, name: str, since: float) -> Iterator[dict[str, Any]]:
 
 
 def _ended(answer: Mapping[str, Any]) -> bool:
-    """Whether a rank says nothing any more because its process is no more.
-
-    A process of another container that answers is not known here by its number.
-    """
-    if time.time() - answer["written"] < SILENT_SECONDS or "pid" not in answer:
-        return False
+    """Whether a rank says nothing any more because its process is no more."""
+    if time.time() - answer["written"] < SILENT_SECONDS or answer.get("pids") != _pids():
+        return False  # of another container: it has numbers of its own
     try:
         os.kill(answer["pid"], 0)
     except ProcessLookupError:
         return True
     except PermissionError:
-        return False
+        pass
     return False
+
+
+def _pids() -> str:
+    """Which processes have numbers that mean something here; empty if the system does not say."""
+    with contextlib.suppress(OSError):
+        return os.readlink("/proc/self/ns/pid")
+    return ""
 
 
 @contextlib.contextmanager

@@ -264,10 +264,10 @@ class FSDP(StateVerbs):
                 the step, and of these ``computing``, ``waiting``, ``moving`` and ``optimizer``;
                 ``memory_bytes`` (as ``peak_bytes`` of ``report``), ``sent_bytes``, ``loss_scale``,
                 ``skipped`` (0 or 1); where they are known, ``between`` (seconds from the end of the
-                last training step to the begin of this one), ``grad_norm``, ``tokens`` and
-                ``tokens_per_second``, which counts these seconds, too. It is called by the thread
-                that ends the step, outside of it; what it raises, the ``with`` statement raises.
-                Not a collective.
+                last training step to the begin of this one), ``grad_norm`` (before clipping, of
+                whatever type was asked for last), ``tokens`` and ``tokens_per_second``, which counts
+                the seconds between steps, too. It is called by the thread that ends the step,
+                outside of it; what it raises, the ``with`` statement raises. Not a collective.
 
         Raises:
             ArgumentError: it cannot be called.

@@ -46,8 +46,11 @@ class SessionClasses:
 
     def __init__(self) -> None:
         self._ids = dict(tracking._DYNAMIC_CLASS_TRACKER_BY_CLASS)
+        self._main_before = sys.modules["__main__"]  # which must not end: its functions run
         main = sys.modules["__main__"] = ModuleType("__main__")
-        vars(main).update({c.__qualname__: c for c in self._ids if c.__module__ == "__main__"})
+        for each in self._ids:
+            if each.__module__ == "__main__" and each.__qualname__ == each.__name__:
+                setattr(main, each.__name__, each)
 
     def dumps(self, result: Any) -> bytes:
         """Pickle a result for the session."""

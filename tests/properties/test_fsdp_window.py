@@ -82,6 +82,28 @@ def reads_while_a_peer_changes(backend, change, patience, changed):
     return passed, seen
 
 
+def reads_alone(backend, patience, changed):
+    """Rank 1 reads what rank 0 does not, after a reduction; then both write by hand."""
+    engine, passed, seen = engine_of(backend, 2), None, None
+    unit = engine.units[0]
+    with engine.step() as step:
+        for each in engine.units:
+            with step.forward(each):
+                pass
+        for each in reversed(engine.units):
+            with step.backward(each):
+                pass
+        if backend.rank == 1:
+            unit.unshard()
+            passed = changed.wait(patience)
+            seen = everything(unit).copy()
+            unit.reshard()
+        by_hand(unit, step)
+        changed.set()
+        step.update()
+    return passed, seen
+
+
 def alone(unit, other):
     return unit.writing()
 
@@ -126,9 +148,17 @@ def test_nobody_writes_while_another_rank_reads(change):
     assert_array_equal(seen, 0)
 
 
+def test_nor_while_one_reads_that_should_not():
+    _, (passed, seen) = run_on(
+        WithWindow, reads_alone, world_size=2, args=(IN_VAIN, threading.Event())
+    )
+    assert not passed
+    assert_array_equal(seen, 0)
+
+
 @pytest.mark.parametrize("change", [by_hand, by_update])  # a step agrees on its update, besides
 def test_without_the_claim_a_reader_would_see_the_change(monkeypatch, change):
-    monkeypatch.setattr(SharedWindowStorage, "claim", lambda self: None)
+    monkeypatch.setattr(SharedWindowStorage, "claim", lambda self, *, agreed: None)
     args = (change, FOR_SURE, threading.Event())
     _, (passed, seen) = run_on(WithWindow, reads_while_a_peer_changes, world_size=2, args=args)
     assert passed
@@ -177,8 +207,8 @@ def test_a_training_step_needs_no_claim(monkeypatch):
     """The reduction of the gradients tells the ranks that nobody reads any more."""
     claims = []
 
-    def claim(self):
-        claims.append(self.exposed)
+    def claim(self, *, agreed):
+        claims.append(self.exposed or not agreed)
 
     monkeypatch.setattr(SharedWindowStorage, "claim", claim)
 

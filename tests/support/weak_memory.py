@@ -1,7 +1,7 @@
-"""``WeakMemory``: words that show old values as often as C11 lets them; a seed says when.
+"""``WeakMemory``: words that show old values where C11 lets them; a seed says when.
 
-All accesses are relaxed, and fences sequentially consistent, by the rules of ``core.fence``. Not
-played are loads that come later than stores behind them, which the fourth rule is about.
+All accesses are relaxed; fences acquire and release, by the rule of ``core.fence``. A load that is
+made later than a store behind it is not played.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from greenlet import getcurrent, greenlet
+
+_Places = dict[int, int]  # of words: numbers of stores
 
 
 class WeakMemory:
@@ -22,11 +24,13 @@ class WeakMemory:
 
     def __init__(self, seed: int) -> None:
         self._chance = random.Random(seed)
-        # All values of each word, in order; the oldest of them that a thread may see, for each
-        # thread, and what all of them may see behind their next fences.
-        self._stores: dict[int, list[int]] = {}
-        self._known: dict[Any, dict[int, int]] = {}
-        self._fenced: dict[int, int] = {}
+        # All values of each word in order, with what its writer had released.
+        self._stores: dict[int, list[tuple[int, _Places]]] = {}
+        # By thread: the oldest values that it may see, what these become at its next fence, and
+        # what they were at its last one.
+        self._known: dict[Any, _Places] = {}
+        self._coming: dict[Any, _Places] = {}
+        self._released: dict[Any, _Places] = {}
 
     def run(self, threads: Sequence[Callable[[], None]]) -> None:
         """Run threads until all have ended, or one has failed."""
@@ -36,26 +40,35 @@ class WeakMemory:
             chosen.switch()
             running = [thread for thread in running if not thread.dead]
 
-    def _turn(self) -> dict[int, int]:
-        """Let others have their turns; what this thread knows."""
+    def _turn(self) -> Any:
+        """Let others have their turns; return this thread."""
         me = getcurrent()
         if me.parent is not None:
             me.parent.switch()
-        return self._known.setdefault(me, {})
+        for places in (self._known, self._coming, self._released):
+            places.setdefault(me, {})
+        return me
 
     def __getitem__(self, at: int) -> int:
-        known, stores = self._turn(), self._stores.setdefault(at, [0])
+        me, stores = self._turn(), self._stores.setdefault(at, [(0, {})])
+        known = self._known[me]
         known[at] = self._chance.randrange(known.get(at, 0), len(stores))
-        return stores[known[at]]
+        value, released = stores[known[at]]
+        _join(self._coming[me], released)
+        return value
 
     def __setitem__(self, at: int, value: int) -> None:
-        known, stores = self._turn(), self._stores.setdefault(at, [0])
-        stores.append(value)
-        known[at] = len(stores) - 1
+        me, stores = self._turn(), self._stores.setdefault(at, [(0, {})])
+        stores.append((value, self._released[me]))
+        self._known[me][at] = len(stores) - 1
 
     def fence(self) -> None:
         """Pass a fence."""
-        known = self._turn()
-        for at, place in self._fenced.items():
-            known[at] = max(place, known.get(at, 0))
-        self._fenced.update(known)
+        me = self._turn()
+        _join(self._known[me], self._coming[me])
+        self._released[me] = dict(self._known[me])
+
+
+def _join(places: _Places, others: _Places) -> None:
+    for at, place in others.items():
+        places[at] = max(place, places.get(at, 0))

@@ -37,8 +37,8 @@ def home_words(memory: Any) -> Words:
 def revoke(home: Words, loan: int) -> None:
     """Note a loan as revoked, before it changes; for one thread at a time.
 
-    The change is behind a fence that all this is ahead of. So who has read it, and passes a fence
-    of its own, sees all this (rules 3 and 2 of ``core.fence``).
+    The lender notes the loan, passes a fence, and then changes the data. Who has read changed data
+    and then passes a fence sees the note, by the rule of ``core.fence``.
     """
     count = home[0]
     if count + 1 < _WORDS:

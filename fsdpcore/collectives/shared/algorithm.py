@@ -23,7 +23,7 @@ all_to_all      n                     ((p - 1) / p) n in, n out
 Reductions reduce n/p from p arrays, in the canonical order; where two ranks stage n, each of them
 reduces n. Scans combine n/p as often as there are bits set in the numbers below p, or p - 1: p lg p
 / 2 times where p is a power of two. What "staged" tells is computed from the movement: see
-``cost``.
+``cost``, which for two ranks is that of larger arrays.
 """
 
 from __future__ import annotations

@@ -55,8 +55,8 @@ def establish(context: CollectiveContext, backend: Backend) -> SharedRegion | No
         assert isinstance(region, SharedRegion), "what all transports give"
         here = backend.hosts[backend.rank]
         if backend.root.hosts.count(here) > cores:
-            # Whom this rank waits for may need its core. What a core's other ranks have written is
-            # in its cache: calls that take turns would fill that.
+            # Ranks share cores. Who looks for long takes the core from whom it waits for. And what
+            # the other one has written is in the same cache, which turns would only fill.
             region.looks, region.turns = 0, 1
         return region
     if votes.argmin() == context.rank:  # one rank speaks for all

@@ -69,21 +69,21 @@ class Program(NamedTuple):
 _building = threading.Lock()
 
 
-def exchange(movement: Movement, size: int, root: int, *, at_once: bool = False) -> Exchange:
+def exchange(movement: Movement, size: int, root: int, *, fits_twice: bool = False) -> Exchange:
     """What ``size`` ranks do. Not to be changed: it is cached, for all ranks of this process.
 
     Args:
         movement: of the collective.
         size: how many ranks there are.
         root: one of them, or -1.
-        at_once: where inputs are staged, a staging buffer has room for two of them.
+        fits_twice: of two ranks: a staging buffer has room for two of their inputs.
     """
     with _building:  # ranks that are threads ask for it at the same time
-        return _exchange(movement, size, root, at_once)
+        return _exchange(movement, size, root, fits_twice)
 
 
 @lru_cache(maxsize=64)  # of 2 MB each among 128 ranks
-def _exchange(movement: Movement, size: int, root: int, at_once: bool) -> Exchange:
+def _exchange(movement: Movement, size: int, root: int, fits_twice: bool) -> Exchange:
     moves = movement(range(size), root)
     assert len({move.divided for move in moves}) == 1, "all moves are divided, or none"
     found = Exchange(
@@ -95,14 +95,14 @@ def _exchange(movement: Movement, size: int, root: int, at_once: bool) -> Exchan
         performed=[[] for _ in range(size)],
         publishers={},
         slots=[{} for _ in range(size)],
-        results=sum(_results(_as_staged(move, size, at_once)) for move in moves),
+        results=sum(_results(_as_staged(move, size, fits_twice)) for move in moves),
     )
     for move in moves:
         for number, target in enumerate(move.targets):
             left_out = len(move.targets) - 1 - number if move.prefixes else 0
             sources = move.sources[: len(move.sources) - left_out]
             found.pulled[target.rank].append(Move((target,), sources, move.divided))
-        acts, staged = list(_performed(move, range(size))), _as_staged(move, size, at_once)
+        acts, staged = list(_performed(move, range(size))), _as_staged(move, size, fits_twice)
         for who, act in acts:
             found.performed[who].append(act)
             for part in act.sources if not is_own(act) else ():
@@ -118,13 +118,13 @@ def _exchange(movement: Movement, size: int, root: int, at_once: bool) -> Exchan
     return found
 
 
-def _as_staged(move: Move, size: int, at_once: bool) -> Move:
+def _as_staged(move: Move, size: int, fits_twice: bool) -> Move:
     """How a move is made of staged arrays.
 
-    Two ranks would take two steps in place of one where they divide it. What both of them get they
-    divide if it takes many steps anyway: each of them reads half of its own input, not all of it.
+    Two ranks do not divide what one of them gets, nor inputs of up to half a staging buffer: that
+    is one step, not two. Larger ones they divide: each reads half of its own input, not all of it.
     """
-    whole = size == 2 and not move.prefixes and (at_once or len(move.targets) == 1)
+    whole = size == 2 and not move.prefixes and (fits_twice or len(move.targets) == 1)
     return move._replace(divided=False) if whole else move
 
 
@@ -137,10 +137,10 @@ def _results(move: Move) -> int:
 
 @lru_cache(maxsize=1024)
 def program(
-    movement: Movement, size: int, rank: int, root: int, *, at_once: bool = False
+    movement: Movement, size: int, rank: int, root: int, *, fits_twice: bool = False
 ) -> Program:
     """The program of ``rank``, one of ``size``. Not to be changed: it is cached."""
-    every = exchange(movement, size, root, at_once=at_once)
+    every = exchange(movement, size, root, fits_twice=fits_twice)
     pulled, published = every.pulled[rank], every.performed[rank]
     found = Program(
         own=[move for move in pulled if is_own(move)],

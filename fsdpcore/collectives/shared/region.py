@@ -18,16 +18,14 @@ nobody reads the buffer any more. The same holds for the flags. An array that wa
 use until the others have entered the *next* step: who publishes takes one more step, and only
 then changes or returns it.
 
-A flag must not be seen before what was written ahead of it, nor that be read before the flag. On
-x86-64 stores are seen, and loads made, in program order. Elsewhere, as on ARM, a rank passes a
-``fence`` in both places; ``enter`` has the proof.
+A rank must write its data before its flag, and who reads must read the flag before the data. In
+both places it passes a ``fence``, where the processor needs one; ``enter`` has the proof.
 """
 
 from __future__ import annotations
 
 import functools
 import os
-import platform
 import time
 import weakref
 from collections.abc import Callable, Iterable
@@ -40,16 +38,16 @@ from fsdpcore.collectives.movements import INPUT
 from fsdpcore.comm.sharing import MemorySharing
 from fsdpcore.core.buffers import Array, Bytes
 from fsdpcore.core.errors import CommunicationError
-from fsdpcore.core.fence import fence
+from fsdpcore.core.fence import fence_here
 
 _FLAG = 64  # bytes: a cache line, so that ranks do not disturb each other
 # How long to wait for a rank: looks at its flag, then looks with the core given away in between
 # (about 2 ms), then sleeps.
 _LOOKS = 50
-_TURNS = 16  # each has steps of its own, which are kept
 _YIELDS = 2000
 _LOOKS_BETWEEN_CHECKS = 100
 _LONGEST_SLEEP = 1e-3
+_TURNS = 16  # calls side by side in a staging buffer; each keeps bound steps of its own
 _KEPT = 256  # views of staging buffers, of peers' arrays, and places of own ones
 _TO_HEAR_OF_A_LOSS = 2.0  # seconds
 
@@ -58,8 +56,6 @@ _TO_HEAR_OF_A_LOSS = 2.0  # seconds
 _STEP, _ROWS, DIGEST, _PLACES = 0, 1, 2, 3
 _PLACES_END = _PLACES + 4
 NOT_PUBLISHED = (0, 1)
-
-_ORDERED = ("x86_64", "amd64")  # processors whose stores become visible in program order
 
 Place = tuple[int, int] | None  # see ``MemorySharing.locate``
 
@@ -134,7 +130,7 @@ class SharedRegion:
         own_places: for even and odd steps, where this rank's flag says where its arrays lie that it
             publishes: two words for each, as ``publish`` writes them.
         all_places: for even and odd steps, what returns the same of all ranks as bytes.
-        fence: what keeps a flag behind the data, where the processor does not.
+        fence: what keeps data and flags in order, where the processor does not.
         block: bytes that are best reduced at once: two of them stay in a core's cache.
         addressed: ranks tell each other where the arrays lie that they publish.
         moves: collectives move arrays through it; if not, the ranks meet in it, and send messages.
@@ -161,7 +157,7 @@ class SharedRegion:
         self._staging = memory[flags : nbytes(size)].reshape(2, size, self.staging_bytes)
         self._size, self._peers = size, peers
         self.looks, self.turns = _LOOKS, _TURNS
-        self.fence = None if platform.machine().lower() in _ORDERED else fence
+        self.fence = fence_here()
         self._all = at = _places_of_flags(size)
         self.own = [ranks[rank] for ranks in at]
         self._rank = rank
@@ -200,15 +196,15 @@ class SharedRegion:
     def enter(self) -> Enter:
         """Enters the next step, and waits until all ranks have: here, and nowhere else.
 
-        What a rank reads in step s is what the others have written for it, by the four rules of
+        What a reader R reads in step s is what a writer W has written for it, by the rule of
         ``core.fence``:
 
-        - *Nothing older*. A rank writes, passes its first fence, and lets its flag show s. This
-          rank sees that and passes its second fence, which comes later (3). So it sees all that was
-          written ahead of the flag (2), the digest too.
-        - *Nothing newer*. In the same places, and flags, a rank writes again for step s + 2. It has
-          seen this rank's flag show s + 1 by then, and passed its second fence of that step. This
-          rank has read ahead of its first fence of that step, which came earlier (3, 4).
+        - *Nothing older*. W writes, the digest too, passes its first fence, and sets its flag to s.
+          R sees that, passes its second fence, and reads. So it sees all of it.
+        - *Nothing newer*. To the same places, flags too, W writes again only for step s + 2. By
+          then it has seen R's flag at s + 1, and passed its second fence of that step. R has set
+          that flag behind a fence that all its reading in step s was ahead of. So none of it has
+          seen what W writes now.
 
         A closure, since the shortest calls take hardly longer than to look up what it uses.
         """
@@ -234,7 +230,7 @@ class SharedRegion:
             for at in others[parity]:
                 if flags[at] != step:
                     wait(at, step, context, begin)
-            if fence is not None:  # before what was written ahead of the flags, digests too
+            if fence is not None:  # flags are read before data and digests
                 fence()
             agreed = True
             for at in others[parity]:

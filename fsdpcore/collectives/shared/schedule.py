@@ -99,7 +99,7 @@ class RankSchedule:
         count: int,
         bounds: tuple[int, ...],
         arriving: tuple[int, ...],
-        turns: int,
+        most_turns: int,
     ) -> None:
         """Find out what ``rank``, one of ``size``, does.
 
@@ -112,11 +112,12 @@ class RankSchedule:
             bounds: where the chunks of the inputs begin, and the end; or of the outputs, where only
                 those are cut. An array that is not cut is as long as its rank's chunk of the other.
             arriving: of the outputs, where both are cut.
-            turns: at most.
+            most_turns: a limit for ``turns``.
         """
-        at_once = 2 * count * itemsize <= staging_bytes(size)  # and of the next one
-        every = exchange(movement, size, root, at_once=at_once)
-        self._program = program(movement, size, rank, root, at_once=at_once)
+        # With more ranks it makes no difference.
+        fits_twice = size == 2 and 2 * count * itemsize <= staging_bytes(size)
+        every = exchange(movement, size, root, fits_twice=fits_twice)
+        self._program = program(movement, size, rank, root, fits_twice=fits_twice)
         self._rank = rank
         self._slots = every.slots
         self._chunks = chunks = _Chunks(every, size, count, bounds, arriving)
@@ -130,7 +131,7 @@ class RankSchedule:
         # Where ranks only know what themselves exchange, that does not tell them a width.
         self.width = room if arriving else min(room, wanted)
         self.turn_size = self.width * every.slots_each
-        self.turns = min(turns, room // self.width)
+        self.turns = min(most_turns, room // self.width)
 
     @cached_property
     def own(self) -> list[OutputCopy]:

@@ -195,7 +195,7 @@ class ThreadRegion(SharedRegion):
         while meeting.complete != step:
             # No longer than the call may take, but not for no time at all when that has passed.
             woken = alarm.acquire(timeout=min(slice_seconds, max(_SLICE, context.remaining())))
-            # Who was awake when it was woken for the last step is woken once more, for nothing.
+            # A wake-up of the step before may still be there; it says nothing.
             if meeting.complete != step and (meeting.left or not woken):
                 self._look_for_others(step, context)
 

@@ -91,7 +91,6 @@ class StepFigures:
                 "rank": root.rank,
                 "world_size": root.world_size,
                 "here": root.hosts.count(here),
-                "pid": os.getpid(),
                 "resident": _resident(),
                 "unit": "" if doing is None else doing.unit,
                 "phase": "" if doing is None else doing.phase,

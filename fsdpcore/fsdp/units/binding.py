@@ -8,7 +8,7 @@ from fsdpcore.fsdp.sharding.process_groups import ProcessGroups
 from fsdpcore.fsdp.sharding.virtual_ranks import Leaves
 from fsdpcore.fsdp.units.buffer_pool import BufferPool
 from fsdpcore.fsdp.units.optimizers import Optimizers
-from fsdpcore.fsdp.units.window import Meetings
+from fsdpcore.fsdp.units.window import WindowMeetings
 from fsdpcore.fsdp.units.wire import Wire
 
 
@@ -37,5 +37,5 @@ class Binding:
     seed: int
     leaves: Leaves
     wire: Wire | None
-    meetings: Meetings
+    meetings: WindowMeetings
     loads: list[int]

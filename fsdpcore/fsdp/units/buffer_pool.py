@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -71,7 +72,7 @@ class BufferPool:
         buffer.content = content
         self.live_bytes -= buffer.nbytes
         self.spare_bytes += buffer.nbytes
-        bisect.insort(self._spare, buffer, key=_nbytes)
+        bisect.insort(self._spare, buffer, key=attrgetter("nbytes"))
 
     def left_of(self, content: str) -> Array | None:
         """Return a buffer that was given back with this content, if nobody has got it since."""
@@ -93,11 +94,11 @@ class BufferPool:
 
 
 class _Buffer:
-    """Memory, and what was shown of it last.
+    """Memory, and the array of it that was handed out last.
 
     Attributes:
-        flat: that is the same object again where the same is asked for: who communicates knows by
-            it what there is to know of an array.
+        flat: that array; the same object again for the same size and dtype, as collectives remember
+            by the object where an array lies.
         content: what it was given back with.
     """
 
@@ -109,11 +110,7 @@ class _Buffer:
         self.content = ""
 
     def show(self, nbytes: int, dtype: np.dtype[Any]) -> Array:
-        """Return so much of it."""
+        """Return its first ``nbytes`` as an array of ``dtype``."""
         if self.flat.dtype != dtype or self.flat.nbytes != nbytes:
             self.flat = self._memory[:nbytes].view(dtype)
         return self.flat
-
-
-def _nbytes(buffer: _Buffer) -> int:
-    return buffer.nbytes

@@ -27,7 +27,7 @@ from fsdpcore.fsdp.units.persistent import persistent_of
 from fsdpcore.fsdp.units.precision import Scaler
 from fsdpcore.fsdp.units.sharded_unit import ShardedUnit
 from fsdpcore.fsdp.units.unit import Unit, hand_over
-from fsdpcore.fsdp.units.window import Meetings, open_window
+from fsdpcore.fsdp.units.window import WindowMeetings, open_window
 from fsdpcore.fsdp.units.wire import Wire, check_composes
 from fsdpcore.fsdp.units.wire import check_units as check_quantised
 
@@ -127,7 +127,7 @@ def make_memory(model: ShardedModel, units: Sequence[Unit], pool: BufferPool) ->
         options.seed,
         model.leaves,
         model.wire,
-        Meetings(),
+        WindowMeetings(),
         [0] * groups.shards.world_size,
     )
     for unit, sharded, store in zip(units, model.units, stores.each, strict=True):

@@ -279,11 +279,12 @@ class ShardedUnit:
         if self._resharded:
             return
         self._resharded = not again
-        while self._gathers:
+        for work in self._gathers:
             # If it failed, the backend is broken and whatever comes next says so; raised here,
             # it would hide the error that led to this clean-up.
             with contextlib.suppress(Exception):
-                self._gathers.pop().wait()
+                work.wait()
+        self._gathers.clear()
         if self.state is not ParamState.SHARDED:
             self.store.end(GATHERED, written=self._filled)
         self.state = ParamState.SHARDED
@@ -345,7 +346,7 @@ class ShardedUnit:
 
     @contextlib.contextmanager
     def _claimed(
-        self, *parts: FlatParameter, kinds: Sequence[ArrayKind] = WRITTEN
+        self, *parts: FlatParameter, kinds: Sequence[ArrayKind] = WRITTEN, agreed: bool = False
     ) -> Iterator[None]:
         if self._in_writing:
             raise StateError(f"unit {self.name!r} is being written already")
@@ -356,7 +357,7 @@ class ShardedUnit:
         self.gradients.wait()
         self.reshard()
         for part in parts:
-            part.storage.claim()
+            part.storage.claim(agreed=agreed)
         self._in_writing = True
         try:
             self.store.begin(kinds, write=True)
@@ -364,7 +365,7 @@ class ShardedUnit:
         finally:
             self._in_writing = False
             for part in parts:
-                part.storage.written()
+                part.storage.end_writing()
             self.store.end(kinds, written=True)
 
     # Gradients.
@@ -473,6 +474,6 @@ class ShardedUnit:
             self.make_update()
         self.store.begin(GRADIENTS)
         # What is gathered is about to be out of date.
-        with self._claimed(self.trained_parameter, kinds=UPDATED):
+        with self._claimed(self.trained_parameter, kinds=UPDATED, agreed=True):
             self.updater.apply(gradients.zeros(), step=step, lr=lr, grad_scale=grad_scale)
         gradients.drop(applied=grad_scale)

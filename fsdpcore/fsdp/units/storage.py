@@ -12,20 +12,20 @@ copied into a buffer of the pool while they are used.
 once. A rank's shard is its slice of it; it writes there only, and reads all of it while the unit is
 not SHARDED. No bytes move, but two things must never happen: that a rank reads what another has not
 finished writing, and that it writes what another still reads. Both follow from collectives: in
-shared memory no rank leaves one before all have entered it, which messages alone do not promise;
-and as the ranks compare what each collective is for, they enter the same one.
+shared memory no rank leaves one before all have entered it, which messages alone do not promise.
 
-1. *Reading* needs a collective since the unit was written last, a ``Meeting`` of the window. What
-   a rank had written was complete when it entered, and is visible to those who leave: what it had
-   written of any unit. So the first ``unshard`` after an update meets for all units.
+1. *Reading*. Before a rank reads a unit, all ranks must have met since the unit was last written.
+   They had written whatever they write when they entered, so one meeting serves all units
+   (``WindowMeetings``): that of the first ``unshard`` after an update.
 2. *Writing* needs a collective since the last ``unshard`` which every rank has entered with the
-   unit SHARDED, that is, with reading ended. To read anew before this rank writes, another one
-   would have called ``unshard`` in between. This rank makes the same calls, and takes note of it
-   (``exposed``). The reduction of the unit's gradients is such a collective if the unit was
-   resharded before; whether it was is part of what the ranks compare. So training, which ends a
-   backward pass by ``reshard`` and then the reduction, pays nothing for it. Where there was none,
-   ``claim`` is one of its own. Ranks that make other calls are found out before the update, as
-   they compare their passes.
+   unit SHARDED, that is, with reading ended. A rank that reads again has called ``unshard`` again.
+   All ranks make the same calls, so the writer has noted it, too (``exposed``). The reduction of
+   the unit's gradients is such a collective if the unit was resharded before; whether it was is
+   part of what the ranks compare. So training, which ends a backward pass by ``reshard`` and then
+   the reduction, pays nothing for it. Where there was none, ``claim`` is one of its own.
+
+Ranks that make other calls must be found out before one of them writes what another reads. Before
+an update they compare their passes. Where they do not, ``claim`` is a collective in any case.
 """
 
 from __future__ import annotations
@@ -145,10 +145,13 @@ class ParameterStorage(ABC):
         """End reading, ``again`` if the backward pass is still to come; not a collective."""
 
     @abstractmethod
-    def claim(self) -> None:
-        """Have all ranks end reading before this one writes to ``own``; called by all of them."""
+    def claim(self, *, agreed: bool) -> None:
+        """Have all ranks end reading before this one writes to ``own``; called by all of them.
 
-    def written(self) -> None:  # noqa: B027 - most need not know
+        ``agreed`` says that they have compared their passes since.
+        """
+
+    def end_writing(self) -> None:  # noqa: B027 - most need not know
         """Take note that writing to ``own`` has ended, after ``claim``."""
 
     def reduced(self) -> None:  # noqa: B027 - most need not know

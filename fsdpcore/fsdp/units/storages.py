@@ -149,7 +149,7 @@ class ShardedStorage(_PooledStorage):
             self._kept_part = self._pool.take(size, flat.dtype)
             self._kept_part[:] = flat[group.rank * size : (group.rank + 1) * size]
 
-    def claim(self) -> None:
+    def claim(self, *, agreed: bool) -> None:
         """Nothing to wait for: nobody else sees the shard outside of ``gather``."""
         self.free(again=False)  # what was gathered is about to be out of date
         if self.quantised is not None:
@@ -210,7 +210,7 @@ class ReplicatedStorage(ParameterStorage):
     def free(self, *, again: bool) -> None:
         """Nothing to do: they stay until they are written."""
 
-    def claim(self) -> None:
+    def claim(self, *, agreed: bool) -> None:
         """Nothing to wait for: what the others read is their own copy."""
         self.stale = self._kind.moves
 
@@ -244,7 +244,7 @@ class PinnedReplicaStorage(_PooledStorage):
         self.stale = False
         return started
 
-    def claim(self) -> None:
+    def claim(self, *, agreed: bool) -> None:
         """Nothing to wait for: what the others read is their own copy."""
         self.free(again=False)  # what was copied is about to be out of date
         self.stale = self._kind.moves
@@ -255,7 +255,7 @@ class SharedWindowStorage(ParameterStorage):
 
     Attributes:
         exposed: the unit was unsharded since the last collective that all ranks entered with it
-            sharded; the same on all ranks.
+            sharded; the same on all ranks that make the same calls.
     """
 
     def __init__(self, kind: StorageKind, places: Places, binding: Binding, flat: Array) -> None:
@@ -263,7 +263,7 @@ class SharedWindowStorage(ParameterStorage):
         super().__init__(kind, shards, places, place_of(flat, places.layout, shards.rank))
         self.exposed = False
         self._meetings = binding.meetings
-        self._written = 0  # how many of these had begun when it was written last
+        self._written_after = 0  # how many of these had begun when it was written last
         self._flat = flat
         self._params = Params(flat, places)
 
@@ -274,10 +274,10 @@ class SharedWindowStorage(ParameterStorage):
     def gather(self, what: str, *, async_op: bool) -> Work | None:
         self.exposed = True
         meetings = self._meetings
-        if self._written == meetings.count:
+        if self._written_after == meetings.begun:
             label = f"{what} of unit {self.places.unit}"
-            meetings.meet(self._shards, label, async_op=async_op)
-        return meetings.last
+            meetings.begin(self._shards, label, async_op=async_op)
+        return meetings.pending
 
     @property
     def params(self) -> Params:
@@ -286,13 +286,13 @@ class SharedWindowStorage(ParameterStorage):
     def free(self, *, again: bool) -> None:
         """Nothing to do: the unit's state says that reading has ended."""
 
-    def claim(self) -> None:
-        if self.exposed:
+    def claim(self, *, agreed: bool) -> None:
+        if self.exposed or not agreed:
             barrier(self._shards, label=f"writing of unit {self.places.unit}")
             self.exposed = False
 
-    def written(self) -> None:
-        self._written = self._meetings.count
+    def end_writing(self) -> None:
+        self._written_after = self._meetings.begun
 
     def reduced(self) -> None:
         self.exposed = False

@@ -173,8 +173,8 @@ class Unit(UnitDeclaration):
     def unshard(self, *, async_op: bool = False) -> Work | None:
         """Gather the parameters of all ranks; does nothing if they are gathered already.
 
-        Where they are in a window, no data moves: the ranks wait once for each other after units
-        were written, whichever of them is gathered first.
+        Where they are in a window, no data moves. The ranks wait for each other once after
+        parameters were written, at the first ``unshard`` that follows.
         Parameters that are tied to others are gathered with the units that own them. A collective;
         blocks unless ``async_op``.
 

@@ -32,23 +32,23 @@ class ParameterWindow:
     nbytes: int
 
 
-class Meetings:
+class WindowMeetings:
     """Collectives without data: who leaves one sees what all had written when they entered.
 
     Attributes:
-        count: how many have begun; the same on all ranks.
-        last: the latest of them, where it was begun in the background.
+        begun: how many; the same on all ranks.
+        pending: the latest, if it was begun in the background, to be waited for.
     """
 
     def __init__(self) -> None:
-        self.count = 0
-        self.last: Work | None = None
+        self.begun = 0
+        self.pending: Work | None = None
 
-    def meet(self, ranks: Backend, label: str, *, async_op: bool) -> None:
+    def begin(self, ranks: Backend, label: str, *, async_op: bool) -> None:
         """Begin another one; blocks until all have entered, unless ``async_op``."""
         if ranks.world_size > 1:
-            self.last = barrier(ranks, async_op=async_op, label=label)
-        self.count += 1
+            self.pending = barrier(ranks, async_op=async_op, label=label)
+        self.begun += 1
 
 
 def open_window(layouts: Sequence[FlatLayout], backend: Backend) -> ParameterWindow | None:
