@@ -7,6 +7,7 @@ value. This is imported where there is such a session, since most programs need 
 from __future__ import annotations
 
 import functools
+import gc
 import io
 import linecache
 import pickle
@@ -74,13 +75,18 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         if isinstance(obj, CodeType):  # whose file cloudpickle leaves out
             make, parts = self.dispatch_table[CodeType](obj)
             return _code_of_file, (make, parts, obj.co_filename)
-        if isinstance(obj, _Cached) and obj.__module__ == "__main__":
-            return _cached, (obj.__wrapped__, obj.cache_parameters())
+        if isinstance(obj, _Cached) and obj.__module__ == "__main__" and _names_its_own(obj):
+            return _cached, (obj.__wrapped__, obj.cache_parameters()), dict(vars(obj))
         return super().reducer_override(obj)
 
 
 def _class_of_session(identity: str) -> Any:
     return tracking._DYNAMIC_CLASS_TRACKER_BY_ID[identity]
+
+
+def _names_its_own(cached: Any) -> bool:
+    """Whether ``__wrapped__`` is what it calls; ``functools.wraps`` may have put another there."""
+    return any(each is cached.__wrapped__ for each in gc.get_referents(cached))
 
 
 def _cached(function: Callable[..., Any], options: dict[str, Any]) -> Any:

@@ -89,13 +89,15 @@ def word():
 def fib(n):
     return n if n < 2 else fib(n - 1) + fib(n - 2)
 
+fib.note = "attribute"
+
 def program(extra):
     def main(backend, pair):
         Pair.made += 1
         assert type(pair) is Pair and pair.told() == "before"
         told = fc.all_gather_object(Pair(fib(20), backend.rank), backend, pickle=True)
         assert [(type(p), p.left, p.right) for p in told] == [(Pair, 6765, 0), (Pair, 6765, 1)]
-        assert fib.cache_info()[1:] == (21, 9, 9)
+        assert (fib.cache_info()[1:], fib.note) == ((21, 9, 9), "attribute")
         return Pair(pair.left, extra + backend.rank), Pair, lambda: extra + Pair.made
     return main
 

@@ -82,7 +82,7 @@ def reads_while_a_peer_changes(backend, change, patience, changed):
     return passed, seen
 
 
-def reads_alone(backend, patience, changed):
+def reads_alone(backend, change, patience, changed):
     """Rank 1 reads what rank 0 does not, after a reduction; then both write by hand."""
     engine, passed, seen = engine_of(backend, 2), None, None
     unit = engine.units[0]
@@ -98,7 +98,7 @@ def reads_alone(backend, patience, changed):
             passed = changed.wait(patience)
             seen = everything(unit).copy()
             unit.reshard()
-        by_hand(unit, step)
+        change(unit, step)
         changed.set()
         step.update()
     return passed, seen
@@ -148,10 +148,10 @@ def test_nobody_writes_while_another_rank_reads(change):
     assert_array_equal(seen, 0)
 
 
-def test_nor_while_one_reads_that_should_not():
-    _, (passed, seen) = run_on(
-        WithWindow, reads_alone, world_size=2, args=(IN_VAIN, threading.Event())
-    )
+@pytest.mark.parametrize("change", [by_hand, by_update])
+def test_nor_while_one_reads_that_should_not(change):
+    args = (change, IN_VAIN, threading.Event())
+    _, (passed, seen) = run_on(WithWindow, reads_alone, world_size=2, args=args)
     assert not passed
     assert_array_equal(seen, 0)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 
 import numpy as np
 import pytest
@@ -109,6 +110,25 @@ def test_an_update_waits_for_the_reduction_that_was_begun(
     for w, b in run_on(kind, body, world_size=3):
         assert_array_equal(w, arrays()["w"] - np.float32(2 * (earlier + 1)), strict=True)
         assert_array_equal(b, arrays()["b"], strict=True)
+
+
+def test_owners_get_what_was_reduced_in_the_background():
+    def trained(backend, async_op):
+        units = [fc.Unit("u", {"w": np.eye(40, 30, dtype=np.float32)})]
+        engine = fc.FSDP(units, backend, optimizer=fc.optim.Muon(lr=0.1))
+        (unit,) = engine.units
+        grads = np.random.default_rng(backend.rank).normal(size=(40, 30)).astype(np.float32)
+        if backend.rank:
+            time.sleep(0.05)
+        unit.reduce_gradients({"w": grads}, async_op=async_op)
+        unit.update(step=1, lr=None, grad_scale=1.0)
+        unit.unshard()
+        return unit.params["w"].copy()
+
+    for found in run_on(
+        WithoutWindow, lambda b: [trained(b, a) for a in (True, False)], world_size=2
+    ):
+        assert_array_equal(*found)
 
 
 def test_update_changes_what_the_next_gather_gives():

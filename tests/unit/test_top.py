@@ -36,6 +36,7 @@ def make_step(engine, *, seconds=0.0, clip_first=False, **options):
                 grads["w"][:] = 3.0
         if clip_first:
             step.clip_grad_norm(1.0)
+            assert step.grad_norm() == pytest.approx(1.0)
         step.update(clip=None if clip_first else 1e9)
 
 

@@ -93,7 +93,8 @@ class GradientVerbs:
             norm = gradient_norm(
                 self._executor, self.divisor, self._clipping, norm_type, limit=limit, what=what
             )
-        self._found_norm = norm
+        if self._found_norm is None:
+            self._found_norm = norm
         return norm
 
     @contextmanager
@@ -211,7 +212,7 @@ class GradientVerbs:
                 lr=lr,
                 skip=bool(skip_nonfinite),
             )
-        if norm is not None:
+        if self._found_norm is None:
             self._found_norm = norm
         return norm
 

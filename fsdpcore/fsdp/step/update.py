@@ -149,7 +149,7 @@ def _update(
             each.begin_update(step=step, lr=lr, grad_scale=grad_scale)
         for each in ahead.get(unit, ()):
             each.make_update()
-        unit.update(step=step, lr=lr, grad_scale=grad_scale)
+        unit.update(step=step, lr=lr, grad_scale=grad_scale, agreed=True)
 
 
 def _judge(

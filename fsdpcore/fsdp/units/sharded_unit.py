@@ -449,6 +449,7 @@ class ShardedUnit:
         """Send what the owners of whole parameters need for ``update``, if there are such."""
         if self.updater is None or not self.updater.has_owners:
             return
+        self.gradients.wait()
         kinds = (ArrayKind.STATE,)
         self.store.begin(GRADIENTS)
         self.store.begin(kinds, write=True)
@@ -462,8 +463,13 @@ class ShardedUnit:
         if self.updater is not None:
             self.updater.make()
 
-    def update(self, *, step: int, lr: float | None, grad_scale: float) -> None:
-        """Apply the optimizer to this rank's shard; reshards the unit and forgets the gradients."""
+    def update(
+        self, *, step: int, lr: float | None, grad_scale: float, agreed: bool = False
+    ) -> None:
+        """Apply the optimizer to this rank's shard; reshards the unit and forgets the gradients.
+
+        ``agreed`` is that of ``ParameterStorage.claim``.
+        """
         gradients = self.gradients
         if self._binding.optimizers is None:
             raise StateError("the engine has no optimizer; pass one: FSDP(..., optimizer=...)")
@@ -474,6 +480,6 @@ class ShardedUnit:
             self.make_update()
         self.store.begin(GRADIENTS)
         # What is gathered is about to be out of date.
-        with self._claimed(self.trained_parameter, kinds=UPDATED, agreed=True):
+        with self._claimed(self.trained_parameter, kinds=UPDATED, agreed=agreed):
             self.updater.apply(gradients.zeros(), step=step, lr=lr, grad_scale=grad_scale)
         gradients.drop(applied=grad_scale)
