@@ -189,7 +189,7 @@ def _session_task(program: Any) -> RankTask:
             "session, and of its arguments, and something of that cannot be pickled "
             f"({in_one_line(error)}); make it within the function, or import it from a module"
         ) from error
-    return RankTask({}, list(sys.argv), pickled, session.sources())
+    return RankTask({}, list(sys.argv), pickled, session.sources(), session.classes())
 
 
 def _result(rank: _LaunchedRank) -> Any:

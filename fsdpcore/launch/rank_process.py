@@ -32,13 +32,15 @@ class RankTask:
     """What every rank is to do: import ``main_module``, then unpickle ``program``.
 
     That is a function, its arguments and a ``Config``. Where there is no main module to import,
-    they are pickled by value, and ``sources`` has the lines of their code: see ``session``.
+    they are pickled by value; ``sources`` has the lines of their code, and ``classes`` names their
+    classes: see ``session``.
     """
 
     main_module: dict[str, str]
     arguments: list[str]
     program: bytes
     sources: dict[str, Any] = field(default_factory=dict)
+    classes: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -114,7 +116,7 @@ def _result_dumps(job: RankTask) -> Callable[[Any], bytes]:
     if not job.main_module:
         from fsdpcore.launch.session import SessionClasses
 
-        return SessionClasses().dumps
+        return SessionClasses(job.classes).dumps
     return lambda result: pickle.dumps(result, pickle.HIGHEST_PROTOCOL)
 
 

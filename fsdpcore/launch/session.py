@@ -36,6 +36,20 @@ def sources() -> dict[str, Any]:
     return {name: entry for name, entry in entries if len(entry) == 4 and entry[1] is None}
 
 
+def classes() -> dict[str, str]:
+    """Which classes the session has under their names now, of those that were pickled.
+
+    There may be others of the same name: nested ones, and what was defined before.
+    """
+    main, numbers = vars(sys.modules["__main__"]), tracking._DYNAMIC_CLASS_TRACKER_BY_CLASS
+    named = list(main.items())  # another thread may define more
+    return {name: numbers[each] for name, each in named if _is_class_of(numbers, each)}
+
+
+def _is_class_of(numbers: Mapping[type, str], value: object) -> bool:
+    return isinstance(value, type) and value in numbers
+
+
 class SessionClasses:
     """In a rank: the classes that have come from the session, which results name when they return.
 
@@ -43,15 +57,18 @@ class SessionClasses:
     and attributes of the session's own classes anew, to copies that see copies of its globals.
 
     They are in the rank's main module, too, so that ranks can send each other objects of them.
+
+    Args:
+        names: what ``classes`` has returned in the session.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, names: Mapping[str, str]) -> None:
         self._ids = dict(tracking._DYNAMIC_CLASS_TRACKER_BY_CLASS)
         self._main_before = sys.modules["__main__"]  # which must not end: its functions run
         main = sys.modules["__main__"] = ModuleType("__main__")
-        for each in self._ids:
-            if each.__module__ == "__main__" and each.__qualname__ == each.__name__:
-                setattr(main, each.__name__, each)
+        vars(main).update({c.__name__: c for c in self._ids if c.__module__ == "__main__"})
+        come = {number: each for each, number in self._ids.items()}
+        vars(main).update({name: come[names[name]] for name in names if names[name] in come})
 
     def dumps(self, result: Any) -> bytes:
         """Pickle a result for the session."""

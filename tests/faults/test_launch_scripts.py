@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import os
+import pickle
 import re
 import sys
 
 import pytest
 from support.jobs import Job, finished, python
+
+from fsdpcore.core import compiling
+from fsdpcore.launch import session
 
 HEAD = """
 import sys
@@ -74,6 +78,11 @@ SESSION = """
 import functools, sys, fsdpcore as fc
 
 class Pair:
+    pass
+
+before = Pair
+
+class Pair:
     made = 0
 
     def __init__(self, left, right):
@@ -85,11 +94,18 @@ class Pair:
 def word():
     return "before"
 
-@functools.lru_cache(maxsize=9)
+@functools.lru_cache(maxsize=9, typed=True)
 def fib(n):
     return n if n < 2 else fib(n - 1) + fib(n - 2)
 
 fib.note = "attribute"
+
+class Outer:
+    class Pair:
+        pass
+
+    class Inner:
+        pass
 
 def program(extra):
     def main(backend, pair):
@@ -98,6 +114,10 @@ def program(extra):
         told = fc.all_gather_object(Pair(fib(20), backend.rank), backend, pickle=True)
         assert [(type(p), p.left, p.right) for p in told] == [(Pair, 6765, 0), (Pair, 6765, 1)]
         assert (fib.cache_info()[1:], fib.note) == ((21, 9, 9), "attribute")
+        assert fib.cache_parameters()["typed"]
+        told = fc.all_gather_object([Pair(1, 2), Outer(), Outer.Inner()], backend, pickle=True)
+        assert {tuple(map(type, each)) for each in told} == {(Pair, Outer, Outer.Inner)}
+        assert before is not Pair
         return Pair(pair.left, extra + backend.rank), Pair, lambda: extra + Pair.made
     return main
 
@@ -128,6 +148,10 @@ def test_functions_and_classes_of_a_session_go_both_ways(script, how):
     line = SESSION.partition("raise")[0].count("\n") + 1
     assert re.search(rf'File "<(string|stdin)>", line {line}, in fails', done.err)
     assert done.err.endswith("RankFailedError: rank 0 failed: ValueError: the rank is unwell\n")
+
+
+def test_what_ranks_can_import_goes_by_its_name():
+    assert pickle.loads(session.dumps(compiling.available)) is compiling.available
 
 
 # init().

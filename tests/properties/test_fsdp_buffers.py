@@ -151,3 +151,13 @@ def test_once_warm_a_step_allocates_scratch_only(windowed, monkeypatch):
         tracemalloc.stop()
     # The optimizer works in two blocks of 128 Ki elements, the norm in one of as many float64.
     assert extra < 1.25 * (1 << 20)
+
+
+def test_who_asks_for_the_same_gets_the_same_array_without_what_was_said_of_it():
+    pool, dtype = BufferPool(Memory()), DTYPES[0]
+    first = pool.take(8, dtype)
+    pool.give(first, "gradients")
+    assert pool.left_of("gradients") is first
+    assert pool.take(8, dtype) is first
+    pool.give(first)
+    assert pool.left_of("gradients") is None

@@ -21,6 +21,7 @@ from fsdpcore.collectives.run import run
 from fsdpcore.collectives.shared import region
 from fsdpcore.collectives.shared.interpreter import SMALL, BoundMovement, move
 from fsdpcore.collectives.shared.program import program
+from fsdpcore.collectives.shared.schedule import RankSchedule
 from fsdpcore.collectives.spec import Layout
 from fsdpcore.collectives.state import state_of
 from fsdpcore.core.reductions import Reduction
@@ -119,6 +120,17 @@ def test_what_one_rank_does_grows_like_the_ranks(name: str) -> None:
         return sum(len(move.targets) + len(move.sources) for move in moves)
 
     assert parts(128) <= 2 * parts(64) + 4
+
+
+def test_two_ranks_divide_what_does_not_fit_twice_into_a_buffer() -> None:
+    def steps(name: str, nbytes: int) -> int:
+        bounds = (0, nbytes // 2, nbytes)
+        movement = OPERATIONS[name].movement
+        return len(RankSchedule(movement, 2, 0, 0, 1, nbytes, bounds, (), 1).staged)
+
+    room = region.staging_bytes(2)
+    assert [steps("all_reduce", nbytes) for nbytes in (room // 2, room // 2 + 2)] == [1, 2]
+    assert steps("reduce", 4 * room) == 1  # which only one of them gets
 
 
 def _ragged(backend: fc.Backend) -> None:

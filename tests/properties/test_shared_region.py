@@ -27,6 +27,7 @@ from support.waits import waiting_asleep
 import fsdpcore as fc
 from fsdpcore.collectives.shared import algorithm as shared
 from fsdpcore.collectives.shared import interpreter, region
+from fsdpcore.collectives.shared.thread_region import ThreadRegion
 from fsdpcore.collectives.state import state_of
 
 SIZES = (1, 3, 7)
@@ -119,13 +120,13 @@ def test_calls_of_one_kind_take_turns_where_each_rank_has_a_core(
     for cores in (world_size, world_size - 1):
         monkeypatch.setattr(os, "sched_getaffinity", lambda pid, cores=cores: range(cores))
         written = run_on(SharingSim, _one_after_the_other, world_size=world_size)
-        if cores < world_size:
-            assert max(written) <= 2  # one in steps of either parity
+        if cores < world_size:  # one place in steps of either parity
+            assert all(places <= 2 and looks == 0 for places, looks in written)
         else:
-            assert min(written) >= 8
+            assert all(places >= 8 and looks > 0 for places, looks in written)
 
 
-def _one_after_the_other(backend: fc.Backend) -> int:
+def _one_after_the_other(backend: fc.Backend) -> tuple[int, int]:
     p, me = backend.world_size, backend.rank
     written = set()
     for number in range(40):  # more than there are places, in steps of either parity
@@ -135,7 +136,22 @@ def _one_after_the_other(backend: fc.Backend) -> int:
         check_same(fc.all_gather(parts[me], backend), oracle.joined(parts), "all_gather")
         check_same(fc.reduce_scatter(parts[me], backend), oracle.pieces(total, p)[me], "scatter")
         written.update(_places_of(backend, parts[me][-1]))
-    return len(written)
+    return len(written), region.region_of(state_of(backend).context).looks
+
+
+def test_a_thread_that_was_woken_too_often_does_not_look_for_the_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    looks = []
+    monkeypatch.setattr(ThreadRegion, "_look_for_others", lambda *args: looks.append(args))
+
+    def gather(backend: fc.Backend) -> None:
+        given, taken = np.zeros(1 << 17), np.zeros(1 << 18)
+        for _ in range(100):
+            fc.all_gather(given, backend, out=taken)
+
+    fc.launch(gather, world_size=2, transport="sim")
+    assert len(looks) < 20  # some after a long wait, where the machine is busy
 
 
 def _places_of(backend: fc.Backend, value: Any) -> list[int]:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import threading
 from collections.abc import Callable
 from types import SimpleNamespace
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -13,6 +15,7 @@ from greenlet import getcurrent
 from support.weak_memory import WeakMemory
 
 from fsdpcore.collectives.shared import region
+from fsdpcore.core.fence import fence
 
 _SEEDS = 150
 _STEPS = 5
@@ -85,6 +88,13 @@ def _take_back(seed: int, without: str) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(peer, "fence", fence)
         memory.run([lend, read])
+
+
+def test_a_fence_takes_a_lock_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    lock = mock.MagicMock()
+    monkeypatch.setattr(threading, "Lock", lambda: lock)
+    fence()
+    assert lock.mock_calls == 2 * [mock.call.acquire(), mock.call.release()]
 
 
 @pytest.mark.parametrize("size", [2, 3])

@@ -8,6 +8,7 @@ import json
 import os
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import typer
@@ -295,3 +296,14 @@ def test_losses_that_disagree_are_counted(module):
     assert wrong(ours, alone, other) == {"fsdpcore": 0, "compute only": 0, "fsdp2": 2}
     lost = [[float("nan"), 4.0, 3.0], [5.2, 4.2, 3.2]]
     assert wrong(lost, alone, ours)["fsdpcore"] == 1
+
+
+def test_waiting_for_a_slower_rank_is_what_goes_beyond_the_shortest_wait(module, monkeypatch):
+    """Of three ranks: seconds of a step, those that it computed, and waited in two passes."""
+    run = module("run")
+    answers = [[10.0, 6.0, 1.0, 2.0], [10.0, 4.0, 2.0, 0.0], [20.0, 10.0, 4.0, 0.0]]
+    team = mock.Mock()
+    team.ask = lambda name, what, **order: answers if what == "split" else [None] * 3
+    monkeypatch.setattr(run, "run_seconds", lambda *args: None)
+    case = module("cases").Training()
+    assert run._outside(team, case, 2, 1) == ([50.0], [100 * (4 + 2) / 40])

@@ -398,6 +398,8 @@ def test_an_error_that_is_caught_inside_the_step_may_be_tried_again(strategy, wi
                 with pytest.raises(ZeroDivisionError), step.backward(unit) as (params, grads):
                     amount(np.nan)(unit, params, grads)
                     raise ZeroDivisionError
+                kept = strategy.place(backend.world_size).keeps_for_backward
+                assert engine[unit].state.value == ("unsharded" if kept else "sharded")
                 with step.backward(unit) as (params, grads):
                     amount(value)(unit, params, grads)
             step.update()
@@ -409,6 +411,23 @@ def test_an_error_that_is_caught_inside_the_step_may_be_tried_again(strategy, wi
             with step.forward("a") as params:
                 assert_array_equal(params["w"], -2)
         assert is_clean(engine)
+
+    launch(body)
+
+
+def test_a_pass_that_ends_after_its_step_leaves_the_next_step_alone():
+    def body(backend):
+        engine = engine_of(backend, window=False)
+        with pytest.raises(ZeroDivisionError), engine.step() as step:
+            with step.forward("a"):
+                pass
+            late = step.backward("a")
+            late.__enter__()
+            raise ZeroDivisionError
+        with engine.evaluation() as step, step.forward("a") as params:
+            late.__exit__(ZeroDivisionError, ZeroDivisionError(), None)
+            assert params["w"].size
+            assert engine["a"].state.value == "unsharded"
 
     launch(body)
 

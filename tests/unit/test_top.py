@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -27,6 +28,7 @@ def engine_of(backend):
 
 
 def make_step(engine, *, seconds=0.0, clip_first=False, **options):
+    """Of the norm: clip by it in the update; ahead of that; or only ask for it, with None."""
     with engine.step(**options) as step:
         for name in ("a", "b"):
             with step.forward(name):
@@ -36,8 +38,9 @@ def make_step(engine, *, seconds=0.0, clip_first=False, **options):
                 grads["w"][:] = 3.0
         if clip_first:
             step.clip_grad_norm(1.0)
-            assert step.grad_norm() == pytest.approx(1.0)
-        step.update(clip=None if clip_first else 1e9)
+        if clip_first is not False:
+            assert (step.grad_norm() == pytest.approx(1.0)) == bool(clip_first)
+        step.update(clip=1e9 if clip_first is False else None)
 
 
 # Callbacks.
@@ -60,13 +63,14 @@ def test_callbacks_get_the_figures_of_each_training_step():
             step.update(skip_nonfinite=True)
         peak = engine.report().measured.peak_bytes
         make_step(engine, clip_first=True)
+        make_step(engine, clip_first=None)
         engine.close()
         with pytest.raises(fc.StateError, match="on_step\\(\\) of an engine that was closed"):
             engine.on_step(print)
         return told, peak, backend.world_size
 
     for told, peak, size in run_on(WithoutWindow, body, world_size=2):
-        first, second, third = told
+        first, second, third, fourth = told
         assert first["step"] == 1
         assert first["tokens"] == 50
         assert first["skipped"] == 0
@@ -80,7 +84,7 @@ def test_callbacks_get_the_figures_of_each_training_step():
         assert second["memory_bytes"] == peak
         assert "tokens" not in second
         assert "grad_norm" not in second
-        assert third["grad_norm"] == first["grad_norm"]
+        assert third["grad_norm"] == fourth["grad_norm"] == first["grad_norm"]
 
 
 def test_what_a_callback_raises_is_raised_after_the_step():
@@ -282,6 +286,18 @@ def test_who_has_ended_is_not_shown_for_long(place, monkeypatch):
     now = time.time() + 1.1 * live.SILENT_SECONDS
     monkeypatch.setattr(time, "time", lambda: now)
     assert [each["rank"] for each in live.read(0.0)] == [0]
+    monkeypatch.setattr(live, "_pids", lambda: "those of another container")
+    assert [each["rank"] for each in live.read(0.0)] == [0, 1]
+
+
+def test_who_may_not_be_asked_about_is_there(place, monkeypatch):
+    live.ask()
+    live.Answers("job", 0).give({"rank": 0})
+    now = time.time() + 1.1 * live.SILENT_SECONDS
+    monkeypatch.setattr(time, "time", lambda: now)
+    monkeypatch.setattr(os, "kill", mock.Mock(side_effect=PermissionError))
+    assert [each["rank"] for each in live.read(0.0)] == [0]
+    os.kill.assert_called_once_with(os.getpid(), 0)
 
 
 def test_ranks_do_not_answer_to_who_has_died(place):
