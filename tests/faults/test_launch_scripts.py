@@ -150,6 +150,26 @@ def test_functions_and_classes_of_a_session_go_both_ways(script, how):
     assert done.err.endswith("RankFailedError: rank 0 failed: ValueError: the rank is unwell\n")
 
 
+def test_a_cached_function_in_anothers_name_is_refused():
+    """Of it only that one can be seen, not what it calls."""
+    source = """
+import functools, fsdpcore as fc
+
+def single(x):
+    return x
+
+@functools.wraps(single)
+@functools.cache
+def doubled(x):
+    return 2 * x
+
+print(fc.launch(lambda backend: doubled(3), transport="zmq"))
+"""
+    done = finished(python("-c", source))
+    assert (done.code, done.out) == (1, "")
+    assert "something of that cannot be pickled" in done.err
+
+
 def test_what_ranks_can_import_goes_by_its_name():
     assert pickle.loads(session.dumps(compiling.available)) is compiling.available
 

@@ -57,17 +57,21 @@ def by_step(_, step):
     step.update()
 
 
+def go_through(engine, step):
+    for unit in engine.units:
+        with step.forward(unit):
+            pass
+    for unit in reversed(engine.units):
+        with step.backward(unit) as (params, grads):
+            grads.update({name: np.full_like(array, -1) for name, array in params.items()})
+
+
 def reads_while_a_peer_changes(backend, change, patience, changed):
     """Rank 1 goes on reading, while rank 0 would like to change the unit."""
     engine = engine_of(backend, 2)
     unit = engine.units[0]
     with engine.step() as step:
-        for each in engine.units:
-            with step.forward(each):
-                pass
-        for each in reversed(engine.units):
-            with step.backward(each) as (params, grads):
-                grads.update({name: np.full_like(array, -1) for name, array in params.items()})
+        go_through(engine, step)
         unit.unshard()
         unit.reduce_gradients({})  # adds zeros, and is no sign that the ranks have stopped reading
         passed, seen = None, None
@@ -87,12 +91,7 @@ def reads_alone(backend, change, patience, changed):
     engine, passed, seen = engine_of(backend, 2), None, None
     unit = engine.units[0]
     with engine.step() as step:
-        for each in engine.units:
-            with step.forward(each):
-                pass
-        for each in reversed(engine.units):
-            with step.backward(each):
-                pass
+        go_through(engine, step)
         if backend.rank == 1:
             unit.unshard()
             passed = changed.wait(patience)
