@@ -138,7 +138,8 @@ class CollectiveContext:
     @property
     def name(self) -> str:
         """The collective in words, for errors."""
-        return f"{self.spec.operation} #{self.sequence}"
+        label = self.spec.fingerprint.label
+        return f"{self.spec.operation} #{self.sequence}{label and f' ({label})'}"
 
     @property
     def hosts(self) -> tuple[int, ...]:

@@ -141,7 +141,11 @@ def test_ranks_that_wait_in_different_groups_are_told_where_the_others_are():
     told = str(caught.value)
     assert "failed on ranks [0, 1, 2, 3] of 4" in told
     assert "timed out" in told
-    assert re.search(r"rank [01] is missing: in .* \(((for|back)ward of unit a|update)\) for", told)
+    # Whose deadline passes first is chance; where the two wait that cannot go on is not.
+    first = told[: told.index("Traceback")]
+    assert re.search(r"reduce_scatter #\d+ .*\(gradients of unit b\)", first)
+    assert re.search(r"all_gather #\d+ .*\(update\)", first)
+    assert "different orders" in first
 
 
 # 2. Gathers that run ahead.
