@@ -43,9 +43,9 @@ def cost_of_marks(engine: fc.FSDP) -> float:
     return time.perf_counter() - before
 
 
-def measure(backend: fc.Backend, units: int, steps: int) -> None:
+def measure(backend: fc.Backend, units: int, arrays: int, elements: int, steps: int) -> None:
     """Make an engine, and steps with prefetch and without it in turn; rank 0 prints."""
-    params = {f"p{number}": fc.Spec((1024,)) for number in range(10)}
+    params = {f"p{number}": fc.Spec((elements,)) for number in range(arrays)}
     names = [f"unit{number}" for number in range(units)]
     engines = {
         ahead: fc.FSDP(
@@ -78,11 +78,13 @@ def measure(backend: fc.Backend, units: int, steps: int) -> None:
 
 
 def main(
-    units: Annotated[int, typer.Option(min=1, help="Of ten arrays of 4 KiB each.")] = 200,
+    units: Annotated[int, typer.Option(min=1)] = 200,
+    arrays: Annotated[int, typer.Option(min=1, help="Of a unit.")] = 10,
+    elements: Annotated[int, typer.Option(min=1, help="Of an array, in float32.")] = 1024,
     steps: Annotated[int, typer.Option(min=1, help="With prefetch, and as many without.")] = 25,
 ) -> None:
     """Time steps of many small units in which nothing is computed."""
-    fc.launch(measure, args=(units, steps))
+    fc.launch(measure, args=(units, arrays, elements, steps))
 
 
 if __name__ == "__main__":

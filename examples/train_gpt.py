@@ -148,7 +148,7 @@ class Trainer:
         """Forward, backward and update; the losses, and whether the update was left out."""
         # Gradients are summed over the sequences of all ranks and divided by their number, so
         # that it does not matter how many ranks there are, or whether they get equally many.
-        losses = {}
+        losses, tokens = {}, 0
         rows = self.options.batch / self.groups
         with self.engine.step(divisor=rows) as step, self._overflow():
             for leaf in step.leaves():
@@ -156,8 +156,10 @@ class Trainer:
                 logits, saved = self.stack.forward(step, x)
                 loss, dlogits = cross_entropy(logits, y, self.xp)
                 losses[leaf] = loss * len(x)
+                tokens += x.size
                 dlogits *= len(x) * self.engine.loss_scale
                 self.stack.backward(step, saved, dlogits)
+            step.tokens = tokens  # for ``fsdpcore top``
             step.update(clip=1.0)
         if self.outer is not None:
             self.outer.step()

@@ -24,8 +24,8 @@ Answer = Mapping[str, Any]
 _SLOW = 1.05
 _NONE = "no job of this user answers on this host; ranks answer at the passes of an engine's steps"
 _HEADER = (
-    *("rank", "step", "step time", "computing", "waiting", "moving", "optimizer", "tokens/s"),
-    *("engine", "process", "now"),
+    *("rank", "step", "step time", "computing", "waiting", "moving", "optimizer", "between steps"),
+    *("tokens/s", "engine", "process", "now"),
 )
 
 
@@ -153,7 +153,7 @@ def _stepped(ranks: Sequence[Answer]) -> list[Answer]:
 def _own(rank: Answer) -> float:
     """Seconds from the end of one step to that of the next in which it did not wait."""
     figures = rank["figures"]
-    return float(figures["seconds"] + figures.get("between", 0.0) - figures["waiting"])
+    return float(figures["seconds"] + figures.get("between_steps", 0.0) - figures["waiting"])
 
 
 def _row(answer: Answer) -> list[str]:
@@ -163,12 +163,13 @@ def _row(answer: Answer) -> list[str]:
         return text.duration(figures[name]) if name in figures else "-"
 
     tokens = figures.get("tokens_per_second")
+    parts = ("computing", "waiting", "moving", "optimizer")
     return [
         str(answer["rank"]),
         f"{figures['step']:.0f}" if "step" in figures else "-",
-        *(seconds(n) for n in ("seconds", "computing", "waiting", "moving", "optimizer")),
+        *map(seconds, ("seconds", *parts, "between_steps")),
         "-" if tokens is None else text.count(round(tokens)),
         text.size(figures["memory_bytes"]) if "memory_bytes" in figures else "-",
         text.size(answer["resident"]),
-        f"{answer['phase']} {answer['unit']}".strip() or "between passes",
+        text.printable(f"{answer['phase']} {answer['unit']}".strip()) or "outside of passes",
     ]

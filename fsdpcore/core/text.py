@@ -86,6 +86,11 @@ def columns(header: Sequence[str], rows: Iterable[Sequence[str]], *, left: int =
     )
 
 
+def printable(name: str) -> str:
+    """Return a name as it is if it can do nothing to a terminal, else with escapes."""
+    return name if name.isprintable() else repr(name)
+
+
 def nearest(word: str, known: Iterable[str]) -> str:
     """A hint at the known word that is closest to a wrong one, or nothing if none is close."""
     spelled = {name.lower(): name for name in known}

@@ -263,9 +263,9 @@ class FSDP(StateVerbs):
             callback: gets a new dict of numbers by name: ``step`` (updates so far), ``seconds`` of
                 the step, and of these ``computing``, ``waiting``, ``moving`` and ``optimizer``;
                 ``memory_bytes`` (as ``peak_bytes`` of ``report``), ``sent_bytes``, ``loss_scale``,
-                ``skipped`` (0 or 1); where they are known, ``between`` (seconds from the end of the
-                last training step to the begin of this one), ``grad_norm`` (the first that was
-                found in the step), ``tokens`` and ``tokens_per_second``; this counts
+                ``skipped`` (0 or 1); where they are known, ``between_steps`` (seconds from the end
+                of the last training step to the begin of this one), ``grad_norm`` (the first that
+                was found in the step), ``tokens`` and ``tokens_per_second``; this counts
                 the seconds between steps, too. It is called by the thread that ends the step,
                 outside of it; what it raises, the ``with`` statement raises. Not a collective.
 

@@ -220,7 +220,7 @@ def test_small_units_take_few_calls():
         sys.setprofile(None)
         return calls / len(units)
 
-    assert run_on(WithWindow, body, world_size=1)[0] < 460
+    assert run_on(WithWindow, body, world_size=1)[0] < 385
 
 
 def test_an_open_step_goes_on_until_now():

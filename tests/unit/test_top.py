@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 
 import fsdpcore as fc
 from fsdpcore.commands.main import app
-from fsdpcore.commands.top import slowest, summary
+from fsdpcore.commands.top import as_text, slowest, summary
 from fsdpcore.diagnostics import live
 
 
@@ -150,8 +150,8 @@ def answer(rank, **figures):
 
 
 def test_the_slowest_is_who_works_longest_from_one_step_to_the_next():
-    quick = {"seconds": 0.1, "waiting": 0.09, "between": 0.001}
-    loading = {"seconds": 0.02, "waiting": 0.01, "between": 0.081}
+    quick = {"seconds": 0.1, "waiting": 0.09, "between_steps": 0.001}
+    loading = {"seconds": 0.02, "waiting": 0.01, "between_steps": 0.081}
     ranks = [answer(0, **quick), answer(1, **loading), answer(2)]
     assert slowest(ranks) is ranks[1]
     assert "rank 1 is the slowest: in a step it works 91 ms" in summary(ranks)[1]
@@ -160,6 +160,15 @@ def test_the_slowest_is_who_works_longest_from_one_step_to_the_next():
     assert summary(ranks[:2])[0].startswith("job j: 2 of its 3 ranks on this host")
     two = [{**each, "here": 3} for each in ranks[:2]]
     assert summary(two)[0].startswith("job j: 2 of the 3 ranks on this host answer")
+
+
+def test_a_row_has_the_time_between_steps_and_no_codes_for_the_terminal():
+    shown = {"resident": 1, "phase": "forward", "unit": "a\x1b[2J"}
+    told = as_text([answer(0, seconds=0.5, waiting=0.0, between_steps=0.25) | shown])
+    header, row = (line.split("  ") for line in told.splitlines()[-2:])
+    header, row = ([cell.strip() for cell in cells if cell] for cells in (header, row))
+    assert dict(zip(header, row, strict=True))["between steps"] == "250 ms"
+    assert row[-1] == "'forward a\\x1b[2J'"
 
 
 def test_tokens_count_against_the_time_between_steps_too():
@@ -172,9 +181,9 @@ def test_tokens_count_against_the_time_between_steps_too():
         return told
 
     ((first, second),) = run_on(WithoutWindow, body, world_size=1)
-    assert "between" not in first
-    assert second["between"] > 0.05
-    taken = second["seconds"] + second["between"]
+    assert "between_steps" not in first
+    assert second["between_steps"] > 0.05
+    taken = second["seconds"] + second["between_steps"]
     assert second["tokens_per_second"] == pytest.approx(50 / taken)
 
 

@@ -8,7 +8,6 @@ from typing import Annotated, Any
 
 import typer
 
-from fsdpcore.checkpoint.format.strict_json import short
 from fsdpcore.checkpoint.interchange.array_sources import ArraySpec
 from fsdpcore.checkpoint.interchange.dcp.source import is_dcp
 from fsdpcore.checkpoint.interchange.diff import Changed, Difference, Values
@@ -33,6 +32,7 @@ from fsdpcore.commands.ckpt.options import (
 )
 from fsdpcore.commands.ckpt.progress import DIFFERENT, bar, ending, print_json, size
 from fsdpcore.core.errors import ArgumentError
+from fsdpcore.core.text import printable
 
 app = typer.Typer(
     help="Look at checkpoints, check, compare and convert them.",
@@ -84,7 +84,7 @@ def verify(
         print_json({**asdict(found), "valid": found.valid, "problems": _problems(found)})
     else:
         for file, what in found.problems:
-            typer.echo(f"{_shown(file)}: {what}")
+            typer.echo(f"{printable(file)}: {what}")
         count = len(found.problems)
         verdict = "valid" if found.valid else f"{count} problem{'s' if count > 1 else ''}"
         typer.echo(f"{found.name}: {verdict}; {found.files} files, {size(found.nbytes)}")
@@ -300,14 +300,16 @@ def diff(
 
 
 def _lines(found: Difference) -> list[str]:
-    lines = [f"only in the first: {_shown(name)}" for name in found.only_one]
-    lines += [f"only in the second: {_shown(name)}" for name in found.only_other]
+    lines = [f"only in the first: {printable(name)}" for name in found.only_one]
+    lines += [f"only in the second: {printable(name)}" for name in found.only_other]
     for name, one, other in found.changed:
-        lines.append(f"{_shown(name)}: {_words(one)} in the first, {_words(other)} in the second")
+        lines.append(
+            f"{printable(name)}: {_words(one)} in the first, {_words(other)} in the second"
+        )
     for each in found.values:
         gap = "" if each.max_abs is None else f", by at most {each.max_abs:.6g}"
-        lines.append(f"{_shown(each.name)}: {each.elements} of {each.size} elements differ{gap}")
-    lines += [f"{_shown(name)}: the values differ" for name in found.entries]
+        lines.append(f"{printable(each.name)}: {each.elements} of {each.size} elements differ{gap}")
+    lines += [f"{printable(name)}: the values differ" for name in found.entries]
     equal = found.compared - len(found.values)
     return [*lines, f"{equal} arrays are equal; {size(found.nbytes)} compared"]
 
@@ -365,7 +367,3 @@ def clean(
         if not (done.removed or done.failed):
             typer.echo("there was nothing to remove")
     raise typer.Exit(DIFFERENT if done.failed else 0)
-
-
-def _shown(name: str) -> str:
-    return name if name.isprintable() else short(name)

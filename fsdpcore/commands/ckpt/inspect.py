@@ -24,6 +24,7 @@ from fsdpcore.checkpoint.storage.storage import Storage
 from fsdpcore.commands.ckpt.options import ShownStep
 from fsdpcore.commands.ckpt.progress import ending, print_json, size
 from fsdpcore.core.errors import CheckpointNotFoundError
+from fsdpcore.core.text import printable
 
 
 def inspect(
@@ -95,7 +96,7 @@ def _steps_table(rows: list[dict[str, Any]]) -> None:
                 str(row["tensors"]),
                 size(row["nbytes"]),
                 "complete",
-                ", ".join(f"{_printable(n)}={value:g}" for n, value in row["metrics"].items()),
+                ", ".join(f"{printable(n)}={value:g}" for n, value in row["metrics"].items()),
             ]
         table.add_row(str(row["step"]), str(row["generation"]), *map(Text, content))
     _print(table)
@@ -123,13 +124,13 @@ def _show_step(
         typer.echo(f"  {short(metric)} = {value:g}")
     if names is None:
         for entry, words in _values(metadata):
-            typer.echo(f"  {_printable(entry)}: {words}")
+            typer.echo(f"  {printable(entry)}: {words}")
     table = Table("name", "dtype", "shape", "size", "pieces", box=None)
     for tensor in shown:
         array = _array(tensor)
         missing = f", {array['missing']} elements missing" if array["missing"] else ""
         table.add_row(
-            Text(_printable(tensor.name)),
+            Text(printable(tensor.name)),
             array["dtype"],
             Text(str(tensor.shape)),
             size(tensor.nbytes),
@@ -166,11 +167,6 @@ def _array(tensor: StoredTensor) -> dict[str, Any]:
         "pieces": len(tensor.pieces),
         "missing": tensor.missing,
     }
-
-
-def _printable(name: str) -> str:
-    """Return a name as it is if it can do nothing to a terminal, else with escapes."""
-    return name if name.isprintable() else repr(name)
 
 
 def _print(table: Table) -> None:

@@ -72,7 +72,7 @@ class StepFigures:
         figures["loss_scale"] = self._executor.model.scaler.scale
         figures.update(found)
         if self._between is not None:
-            figures["between"] = self._between
+            figures["between_steps"] = self._between
         if "tokens" in found and times.seconds:
             figures["tokens_per_second"] = found["tokens"] / (times.seconds + (self._between or 0))
         return figures

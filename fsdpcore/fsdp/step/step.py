@@ -1,50 +1,25 @@
-"""``Step``: one training step, as contexts around the forward and backward pass of each unit."""
+"""``Step``: one training step, from its begin to its end."""
 
 from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import TracebackType
-from typing import Literal, NamedTuple, Protocol
 
 from fsdpcore.core.buffers import Array
 from fsdpcore.core.checks import as_finite
-from fsdpcore.core.errors import ArgumentError, StateError
+from fsdpcore.core.errors import StateError
 from fsdpcore.fsdp.step.executor import StepExecutor
-from fsdpcore.fsdp.step.gradient_verbs import GradientVerbs
 from fsdpcore.fsdp.step.leaf_passes import LeafPass
 from fsdpcore.fsdp.step.step_state import NO_BACKWARD, check_written
 from fsdpcore.fsdp.step.step_times import AROUND, WHOLE
+from fsdpcore.fsdp.step.unit_blocks import StepWatch, UnitBlocks
 from fsdpcore.fsdp.step.whole import Whole, WholeGradients
 from fsdpcore.fsdp.units.param_tree import ParamTree
 from fsdpcore.fsdp.units.sharded_unit import ShardedUnit
 from fsdpcore.fsdp.units.unit import Unit
-from fsdpcore.fsdp.units.views import Gradients, ScopedParams
-
-
-class BackwardUnit(NamedTuple):
-    """What a backward pass gets of a unit."""
-
-    params: Mapping[str, Array]
-    grads: Gradients
-
-    def __setitem__(self, name: str, value: object) -> None:
-        raise ArgumentError(
-            "step.backward gives two mappings: with step.backward(unit) as (params, grads), then "
-            f"grads[{name!r}] = ..."
-        )
-
-
-class StepWatch(Protocol):
-    """Who is told of steps."""
-
-    def look(self) -> None:
-        """A pass of a unit begins."""
-
-    def ended(self, found: Mapping[str, float | None]) -> None:
-        """A training step is over, and the units updated; it has found these numbers."""
 
 
 class EngineSteps:
@@ -69,7 +44,7 @@ class EngineSteps:
         self.open: Step | None = None
 
 
-class Step(GradientVerbs):
+class Step(UnitBlocks):
     """Made by ``engine.step()`` (or ``engine.evaluation()``) and used in a ``with`` statement.
 
     Every rank must go through the same units in the same order. A unit's parameters are there
@@ -99,11 +74,10 @@ class Step(GradientVerbs):
         training: bool,
         tokens: float | None = None,
     ) -> None:
-        super().__init__(steps.executor, divisor, training)
+        super().__init__(steps.executor, divisor, training, steps.watch)
         self.training = training
         self.tokens = tokens
         self._steps = steps
-        self._synchronising = True
 
     def __enter__(self) -> Step:
         state = self._state
@@ -127,9 +101,9 @@ class Step(GradientVerbs):
         self._executor.end()
         if error is None:
             self._state.check_applied()
-            if self._state.updated and self._steps.watch is not None:
+            if self._state.updated and self._watch is not None:
                 found = {"skipped": float(self.skipped), "grad_norm": self._found_norm}
-                self._steps.watch.ended({**found, "tokens": self.tokens})
+                self._watch.ended({**found, "tokens": self.tokens})
 
     @property
     def tokens(self) -> float | None:
@@ -218,137 +192,11 @@ class Step(GradientVerbs):
                 with self.whole():
                     pass
             elif made.kind == "backward":
-                with self._backward(made.unit):
+                with self.backward(made.unit.name):
                     pass
             else:
-                with self._forward(made.unit, made.recompute):
+                with self.forward(made.unit.name, recompute=made.recompute):
                     pass
-
-    def forward(
-        self, unit: Unit | str, *, recompute: bool = False
-    ) -> AbstractContextManager[Mapping[str, Array]]:
-        """Gather a unit for its forward pass; the body gets its parameters.
-
-        Inside ``backward`` of the same unit it is for recomputation: the parameters are there.
-
-        Args:
-            unit: of this engine.
-            recompute: this pass only makes anew what an earlier one has not kept; no backward pass
-                of its own belongs to it.
-
-        Raises:
-            StateError: another block is in the way.
-            ArgumentError: this engine has no such unit.
-
-        Example::
-
-            with step.forward("out") as params:
-                y = h @ params["w"]
-        """
-        return self._forward(self._model[unit], recompute)
-
-    @contextmanager
-    def _forward(self, member: ShardedUnit, recompute: bool) -> Iterator[Mapping[str, Array]]:
-        state, executor = self._state, self._executor
-        if state.unit is member and state.phase == "backward":
-            with _scoped(member) as params:
-                yield params
-            return
-        self._note("forward", member, recompute)
-        state.enter(member, "forward")
-        counts = 0 if recompute else 1
-        state.forwards[member.name] += counts
-        try:
-            executor.gather(member, "forward")
-            self._look()
-            params = ScopedParams(member.name, member.params)
-            try:
-                executor.computes()
-                yield params
-            finally:
-                params.close()
-        except BaseException:
-            state.forwards[member.name] -= counts  # it can be tried again
-            raise
-        finally:
-            executor.computed()
-            if state.leave(member):
-                executor.release(member)
-                executor.leave()
-
-    def backward(self, unit: Unit | str) -> AbstractContextManager[BackwardUnit]:
-        """Gather a unit for its backward pass; the body gets parameters and zeroed gradients.
-
-        At the end of the body the gradients are summed over the ranks and divided, in the
-        background if the engine's ``prefetch`` says so; inside ``no_sync`` they are kept.
-
-        Args:
-            unit: the unit, or its name. Its forward pass of this step is over.
-
-        Raises:
-            StateError: there was no such forward pass, or another block is in the way.
-            ArgumentError: no such unit, or a gradient that does not fit; before
-                anything was reduced.
-
-        Example::
-
-            with step.backward("out") as (params, grads):
-                grads["w"] = h.T @ dy                     # or: np.matmul(h.T, dy, out=grads["w"])
-        """
-        return self._backward(self._model[unit])
-
-    @contextmanager
-    def _backward(self, member: ShardedUnit) -> Iterator[BackwardUnit]:
-        state, executor = self._state, self._executor
-        state.check_forward(member)
-        self._note("backward", member)
-        state.enter(member, "backward")
-        state.forwards[member.name] -= 1
-        try:
-            executor.gather(member, "backward")
-            self._look()
-            params = ScopedParams(member.name, member.params)
-            try:
-                given = BackwardUnit(params, member.begin_gradients())
-                executor.computes()
-                yield given
-            finally:
-                params.close()
-            executor.computed()
-            executor.release(member)
-            self._end_backward(member)
-        except BaseException:
-            state.forwards[member.name] += 1  # it can be tried again
-            if state.active:
-                executor.release(member)
-                member.drop_local_gradients()
-            raise
-        finally:
-            if state.leave(member):
-                executor.leave()
-
-    def _look(self) -> None:
-        if self._steps.watch is not None:
-            self._steps.watch.look()
-
-    def _end_backward(self, member: ShardedUnit) -> None:
-        reduce = self._synchronising
-        if self._leaves.virtual:
-            # Once in a step, with all gradients of the last virtual rank; else at the update.
-            complete = not self._state.forwards[member.name] and member not in self._model.tied
-            reduce = reduce and self._leaves.last and complete
-        self._apply_clipping()  # of gradients that others are added to now
-        self._executor.settle(member, self.divisor, reduce=reduce)
-        self._state.reduced = True
-
-    def _note(
-        self,
-        kind: Literal["forward", "backward", "whole"],
-        member: ShardedUnit | None = None,
-        recompute: bool = False,
-    ) -> None:
-        if self._leaves.virtual:
-            self._leaves.note(LeafPass(kind, member, recompute, self._synchronising))
 
     @contextmanager
     def whole(self) -> Iterator[Whole]:
@@ -372,7 +220,8 @@ class Step(GradientVerbs):
         """
         state, units, executor = self._state, self._model.units, self._executor
         state.check_entering("whole()")
-        self._note("whole")
+        if self._leaves.virtual:
+            self._note("whole")
         for unit in units:
             check_written(unit)
         tree = self._steps.tree
@@ -434,13 +283,3 @@ class Step(GradientVerbs):
             yield
         finally:
             self._synchronising = True
-
-
-@contextmanager
-def _scoped(unit: ShardedUnit) -> Iterator[ScopedParams]:
-    """Give the parameters of a unit that is gathered, until the end of the block."""
-    params = ScopedParams(unit.name, unit.params)
-    try:
-        yield params
-    finally:
-        params.close()

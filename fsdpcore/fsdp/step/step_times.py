@@ -26,7 +26,7 @@ class Doing(NamedTuple):
 
     Attributes:
         unit: whose pass or update it is; empty for what concerns no unit or all of them.
-        phase: "forward", "backward", "whole" or "update"; empty between them.
+        phase: "forward", "backward", "whole" or "update"; empty outside of them.
         part: "computing" is the caller's own code, "waiting" is for communication, "moving" is what
             the engine does around it, "optimizer" also finds norms and clips.
     """
@@ -126,7 +126,7 @@ class StepTimes:
 
     def __str__(self) -> str:
         rows = sorted(self.rows, key=lambda row: -row.seconds)
-        shown = [_words(row.unit or "all units", row.phase or "between", row) for row in rows]
+        shown = [_words(row.unit or "all units", row.phase or "outside", row) for row in rows]
         if more := rows[_SHOWN:]:
             rest = _sum(more)
             shown[_SHOWN:] = [_words(f"{len(more)} more", "", rest)]
@@ -135,10 +135,9 @@ class StepTimes:
 
 
 def _marker(marks: list[Any], now: Callable[[], int]) -> Callable[[Doing], None]:
-    extend = marks.extend  # looked up once: this is called a dozen times for each unit
-
     def mark(doing: Doing) -> None:
-        extend((now(), doing))
+        nonlocal marks  # the same list: ``+=`` takes half the time of ``extend``
+        marks += (now(), doing)
 
     return mark
 
