@@ -118,7 +118,7 @@ def summary(ranks: Sequence[Answer]) -> list[str]:
     whole = f"{size} ranks" if found == size else f"{found} of its {size} ranks on this host"
     if found < here:
         whole = f"{found} of the {here} ranks on this host answer"
-    lines = [f"job {ranks[0]['job']}: {whole}"]
+    lines = [f"job {text.printable(ranks[0]['job'])}: {whole}"]
     tokens = [rank["figures"].get("tokens_per_second") for rank in ranks]
     if all(each is not None for each in tokens):
         lines[0] += f", {text.count(round(sum(tokens)))} tokens/s"

@@ -112,10 +112,13 @@ def options(precision: str) -> train_gpt.Options:
 def trained(backend: fc.Backend, precision: str) -> tuple[list[float], list[float], int]:
     """Losses of the steps, scales of the loss after them, and the number of updates."""
     trainer = train_gpt.Trainer(backend, options(precision))
-    losses, scales = [], []
+    losses, scales, told = [], [], []
+    trainer.engine.on_step(told.append)
     for number in range(STEPS):
         losses.append(trainer.step(number))
         scales.append(trainer.engine.loss_scale)
+    tokens = trainer.options.batch // backend.world_size * trainer.options.model.context
+    assert {figures["tokens"] for figures in told} == {tokens}
     losses.append(trainer.evaluate())
     assert (len(trainer.generate()) > 0) == (backend.rank == 0)
     return losses, scales, trainer.engine.steps

@@ -141,6 +141,7 @@ def test_a_report_says_it():
     lines = [line.split() for line in str(report).splitlines()]
     assert ["unit", "pass", "computing", "waiting", "moving", "optimizer", "together"] in lines
     assert any(line[:2] == ["a", "backward"] for line in lines)
+    assert any(line[:3] == ["all", "units", "outside"] for line in lines)
     assert str(pickle.loads(pickle.dumps(report))) == str(report)
     told = json.loads(json.dumps(report.as_dict()))["times"]
     assert sum(sum(list(row.values())[2:]) for row in told) == pytest.approx(report.times.seconds)

@@ -220,8 +220,7 @@ class Step(UnitBlocks):
         """
         state, units, executor = self._state, self._model.units, self._executor
         state.check_entering("whole()")
-        if self._leaves.virtual:
-            self._note("whole")
+        self._note("whole")
         for unit in units:
             check_written(unit)
         tree = self._steps.tree

@@ -135,9 +135,10 @@ class StepTimes:
 
 
 def _marker(marks: list[Any], now: Callable[[], int]) -> Callable[[Doing], None]:
+    extend = marks.extend  # looked up once: this is called a dozen times for each unit
+
     def mark(doing: Doing) -> None:
-        nonlocal marks  # the same list: ``+=`` takes half the time of ``extend``
-        marks += (now(), doing)
+        extend((now(), doing))
 
     return mark
 

@@ -6,10 +6,11 @@ generator and its ``contextmanager`` take a microsecond more.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from types import TracebackType
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol, TypeVar
 
 from fsdpcore.core.buffers import Array
 from fsdpcore.core.errors import ArgumentError
@@ -20,6 +21,8 @@ from fsdpcore.fsdp.step.schedule import Phase
 from fsdpcore.fsdp.units.sharded_unit import ShardedUnit
 from fsdpcore.fsdp.units.unit import Unit
 from fsdpcore.fsdp.units.views import Gradients, ScopedParams
+
+Given = TypeVar("Given", covariant=True)
 
 
 class BackwardUnit(NamedTuple):
@@ -110,8 +113,7 @@ class UnitBlocks(GradientVerbs):
 
     def _begin(self, member: ShardedUnit, phase: Phase, recompute: bool = False) -> None:
         """Enter the context of a unit."""
-        if self._leaves.virtual:
-            self._note(phase, member, recompute)
+        self._note(phase, member, recompute)
         self._state.enter(member, phase)
 
     def _gather(self, member: ShardedUnit, phase: Phase) -> ScopedParams:
@@ -138,15 +140,42 @@ class UnitBlocks(GradientVerbs):
         recompute: bool = False,
     ) -> None:
         """Have a pass made again by a rank that lacks a virtual rank."""
-        self._leaves.note(LeafPass(kind, member, recompute, self._synchronising))
+        if self._leaves.virtual:
+            self._leaves.note(LeafPass(kind, member, recompute, self._synchronising))
 
 
-class _ForwardBlock(AbstractContextManager[Mapping[str, Array]]):
+class _Block(AbstractContextManager[Given]):
+    """A pass of a unit.
+
+    Args:
+        step, member: whose.
+    """
+
+    _params: ScopedParams
+
+    def __init__(self, step: UnitBlocks, member: ShardedUnit) -> None:
+        self._step = step
+        self._member = member
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._params.close()
+        self._end(failed=kind is not None)
+
+    @abstractmethod
+    def _end(self, *, failed: bool) -> None:
+        """End the pass; one that has failed can be tried again."""
+
+
+class _ForwardBlock(_Block[Mapping[str, Array]]):
     """The forward pass of a unit, or the use of its parameters inside of its backward pass."""
 
     def __init__(self, step: UnitBlocks, member: ShardedUnit, recompute: bool) -> None:
-        self._step = step
-        self._member = member
+        super().__init__(step, member)
         self._recompute = recompute
 
     def __enter__(self) -> Mapping[str, Array]:
@@ -166,20 +195,11 @@ class _ForwardBlock(AbstractContextManager[Mapping[str, Array]]):
             self._end(failed=True)
             raise
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self._params.close()
-        if not self._inside:
-            self._end(failed=kind is not None)
-
     def _end(self, *, failed: bool) -> None:
-        step, member = self._step, self._member
-        executor, state = step._executor, step._state
-        if failed:  # it can be tried again
+        if self._inside:
+            return
+        member, executor, state = self._member, self._step._executor, self._step._state
+        if failed:
             state.forwards[member.name] -= not self._recompute
         executor.computed()
         if state.leave(member):
@@ -187,12 +207,8 @@ class _ForwardBlock(AbstractContextManager[Mapping[str, Array]]):
             executor.leave()
 
 
-class _BackwardBlock(AbstractContextManager[BackwardUnit]):
+class _BackwardBlock(_Block[BackwardUnit]):
     """The backward pass of a unit."""
-
-    def __init__(self, step: UnitBlocks, member: ShardedUnit) -> None:
-        self._step = step
-        self._member = member
 
     def __enter__(self) -> BackwardUnit:
         step, member = self._step, self._member
@@ -206,34 +222,24 @@ class _BackwardBlock(AbstractContextManager[BackwardUnit]):
             step._executor.computes()
             return given
         except BaseException:
-            self._leave(failed=True)
+            self._end(failed=True)
             raise
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self._params.close()
-        failed = True
-        try:
-            if kind is None:
-                step, member = self._step, self._member
-                step._executor.computed()
-                step._executor.release(member)
-                step._end_backward(member)
-                failed = False
-        finally:
-            self._leave(failed=failed)
-
-    def _leave(self, *, failed: bool) -> None:
+    def _end(self, *, failed: bool) -> None:
         step, member = self._step, self._member
         executor, state = step._executor, step._state
-        if failed:
-            state.forwards[member.name] += 1  # it can be tried again
-            if state.active:
+        reduced = False
+        try:
+            if not failed:
+                executor.computed()
                 executor.release(member)
-                member.drop_local_gradients()
-        if state.leave(member):
-            executor.leave()
+                step._end_backward(member)
+                reduced = True
+        finally:
+            if not reduced:
+                state.forwards[member.name] += 1
+                if state.active:
+                    executor.release(member)
+                    member.drop_local_gradients()
+            if state.leave(member):
+                executor.leave()
