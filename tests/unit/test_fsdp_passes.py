@@ -390,6 +390,8 @@ def test_an_error_that_is_caught_inside_the_step_may_be_tried_again(strategy, wi
         engine = engine_of(backend, strategy=strategy, window=window)
         with engine.step() as step:
             for unit in "ab":
+                with pytest.raises(ZeroDivisionError), step.forward(unit):
+                    raise ZeroDivisionError
                 with step.forward(unit):
                     pass
                 with pytest.raises(ZeroDivisionError), step.forward(unit, recompute=True):

@@ -131,6 +131,19 @@ def test_the_parts_add_up_to_the_step():
     assert run_on(WithoutWindow, body, world_size=1)[0] > 0.97
 
 
+def test_what_comes_after_the_users_block_is_the_engines_time():
+    def body(backend):
+        engine = engine_of(backend)
+        make_step(engine, 0)
+        return [doing for _, _, doing in engine.stats.times if doing.unit == "a"]
+
+    (doings,) = run_on(WithoutWindow, body, world_size=1)
+    for phase in ("forward", "backward"):
+        parts = [doing.part for doing in doings if doing.phase == phase]
+        at = parts.index("computing")
+        assert (parts[at - 1], parts[at + 1]) == ("moving", "moving")
+
+
 def test_a_report_says_it():
     def body(backend):
         engine = engine_of(backend)

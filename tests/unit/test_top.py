@@ -144,6 +144,19 @@ def test_top_asks_a_running_job(job, place):
     assert not place.exists()  # nobody asks any more
 
 
+def test_a_rank_answers_within_a_step_too(place):
+    def body(backend):
+        engine = engine_of(backend)
+        live.ask()
+        with pytest.raises(ZeroDivisionError), engine.step() as step:
+            with step.forward("a"):
+                found = live.read(0.0)
+            raise ZeroDivisionError
+        return [(each["phase"], each["unit"]) for each in found]
+
+    assert run_on(WithoutWindow, body, world_size=1) == [[("forward", "a")]]
+
+
 def answer(rank, **figures):
     known = {"rank": rank, "world_size": 3, "job": "j", "written": time.time() + 60}
     return {**known, "figures": figures}
